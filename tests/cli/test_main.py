@@ -80,7 +80,7 @@ def test_a_missing_extra_is_said_with_the_line_that_installs_it(monkeypatch: pyt
     assert f"serve needs torch, which is not installed: pip install '{ROOT}[engine]'" in result.output
 
 
-OPTIONAL = ("torch", "numpy", "safetensors", "matplotlib", "zmq", "tokenizers", "transformers")
+OPTIONAL = ("aiohttp", "torch", "numpy", "safetensors", "matplotlib", "zmq", "tokenizers", "transformers")
 
 
 def without_extras(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -95,7 +95,9 @@ main({list(words)!r}, prog_name="kvredis")
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("words", ["bench", "bench server", "bench swap", "bench prefill", "demo", "demo ttft", "plan"])
+@pytest.mark.parametrize(
+    "words", ["bench", "bench server", "bench swap", "bench prefill", "demo", "demo ttft", "plan", "proxy"]
+)
 def test_help_needs_no_extra(words: str) -> None:
     done = without_extras(*words.split(), "-h")
     assert done.returncode == 0, done.stderr
@@ -138,6 +140,12 @@ def test_a_package_that_a_command_misses_as_it_runs_is_said_with_the_line_that_i
     done = without_extras("bench", "swap")
     assert done.returncode == 1
     assert done.stderr.endswith(f"bench needs torch, which is not installed: pip install '{ROOT}[bench]'\n")
+
+
+def test_a_proxy_without_its_extra_is_told_the_line_that_installs_it() -> None:
+    done = without_extras("proxy", "--prefill", "p:1", "--decode", "d:1")
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"proxy needs aiohttp, which is not installed: pip install '{ROOT}[proxy]'\n")
 
 
 def test_outside_of_a_clone_a_hint_says_where_to_run_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
