@@ -1,2 +1,2 @@
-"""`kvredis demo`: a prompt of real text, computed once, stored and loaded. The table of subcommands names it; run.py
+"""`kvredis demo`: KV that is computed once, stored and loaded. The table of subcommands names command.py; run.py
 alone loads torch and transformers."""

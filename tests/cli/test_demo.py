@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.cli.demo import command as demo_module
 from kvredis.cli.demo import text as demo_text
+from kvredis.cli.demo import ttft as demo_module
 from kvredis.cli.demo.command import demo
 from tests.backends.nodes import wait_until
 from tests.cli.inspected import serving

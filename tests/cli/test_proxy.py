@@ -495,6 +495,8 @@ async def exchanged(url: str, sent: bytes) -> bytes:
         return await asyncio.wait_for(reader.read(65536), WAIT_S)
     finally:
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def test_a_request_has_a_size_that_it_may_not_exceed_whether_it_tells_it_or_not(tmp_path: Path) -> None:
