@@ -25,9 +25,9 @@ from tests.compat.lmcache_process import site
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy/examples"
-CONFIGURATIONS = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "cluster-topology")
+CONFIGURATIONS = sorted(path for path in FOLDER.rglob("*.yaml") if path.stem != "cluster-topology")
 ENVIRONMENTS = sorted(FOLDER.glob("*.env"))
-CONNECTORS = sorted(FOLDER.glob("*.json"))
+CONNECTORS = sorted(FOLDER.rglob("*.json"))
 OF_LMCACHE = [path for path in CONFIGURATIONS if path.stem.startswith("lmcache")]
 SMALL_GIB = 1 / 16
 WAIT_S = 120
