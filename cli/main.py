@@ -47,7 +47,9 @@ SUBCOMMANDS = {
     "top": Subcommand("kvredis.cli.inspect.top.command", "Watch a server live."),
     "completion": Subcommand("kvredis.cli.completion", "Print the lines that complete commands in your shell."),
     "proxy": Subcommand("kvredis.cli.proxy.command", "Route prompts to engines that prefill and that decode.", "proxy"),
-    "demo": Subcommand("kvredis.cli.demo.command", "See time to first token with and without stored KV.", "demo"),
+    "demo": Subcommand(
+        "kvredis.cli.demo.command", "See what stored KV is worth, and prefill and decode apart.", "demo"
+    ),
     "plan": Subcommand("kvredis.cli.plan", "Work out whether a cache is worth its while, and what it needs."),
     "bench": Subcommand("kvredis.cli.bench.command", "Measure against Redis, memcached and plain copies.", "bench"),
 }

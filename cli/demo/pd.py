@@ -2,7 +2,7 @@
 
 The figures count only when the KV went from the one engine to the other: the demo fails unless the decode engine has
 loaded LOADED_MIN of the prompts' tokens, and unless each answer is the one that an engine alone gives. That is asked of
-the prefill engine when all prompts are through: it loads nothing, and computes each of them once more.
+the prefill engine when all prompts are through, with a salt, under which nothing is found: it computes each once more.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ START_S_MAX = 600.0
 ANSWER_S_MAX = 600.0
 COUNTED_S_MAX = 5.0
 """An engine counts what a request has loaded a moment after its last token."""
+COMPUTED = {"cache_salt": "alone"}
+"""Of a request for which nothing is to be found."""
 ROOM_BYTES = 64 * 1024 * 1024
 BLOCK_TOKENS = 32
 POLL_S = 0.05
@@ -133,8 +135,8 @@ def _run(wish: Wish) -> dict[str, Any]:
     """Ask all, and say what came of it."""
     with started(wish) as apart:
         p, d, prompts = apart.p, apart.d, apart.prompts
-        for url in (apart.router, p.url):
-            ask(url, apart.warm_up, wish)
+        ask(apart.router, apart.warm_up, wish)
+        ask(p.url, apart.warm_up, wish, **COMPUTED)
         until(lambda: counted(d)["loaded"] >= LOADED_MIN * len(apart.warm_up), COUNTED_S_MAX)
         before = {engine.name: counted(engine) for engine in (p, d)}
         with _clocked(wish, "asking through the proxy"):
@@ -145,7 +147,7 @@ def _run(wish: Wish) -> dict[str, Any]:
         prefilled = round(counted(p)["prompt"] - before[p.name]["prompt"])
         loaded = round(counted(d)["loaded"] - before[d.name]["loaded"])
         with _clocked(wish, "asking one engine alone"):
-            alone = [ask(p.url, prompt, wish) for prompt in prompts]
+            alone = [ask(p.url, prompt, wish, **COMPUTED) for prompt in prompts]
     report: dict[str, Any] = {
         "prompt_tokens": list(map(len, prompts)),
         "prefilled_by_p": prefilled,
@@ -255,7 +257,7 @@ def started(wish: Wish) -> Iterator[Apart]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvredis-demo-")))
         with _clocked(wish, "making a model"):
             (warm_up, *prompts), kv_bytes = _model_and_prompts(wish, folder / "model")
-        place = stack.enter_context(server(kv_bytes + ROOM_BYTES, folder))
+        place = stack.enter_context(server(2 * kv_bytes + ROOM_BYTES, folder))
         with _clocked(wish, "starting two engines"):
             devices = _devices()
             p = _engine("P", "kv_producer", devices[0], wish, place, folder, stack)
@@ -306,7 +308,7 @@ def _engine(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")),
         *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--max-model-len", str(wish.prompt_tokens + wish.max_new_tokens)),
-        *("--block-size", str(BLOCK_TOKENS), "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--block-size", str(BLOCK_TOKENS), "--enforce-eager"),
         *("--kv-transfer-config", json.dumps(connector)),
     ]
     if "CUDA_VISIBLE_DEVICES" in device:
