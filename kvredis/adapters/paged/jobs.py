@@ -152,12 +152,13 @@ class Finished:
     `loaded` has each load's request once the job is over, come or failed, and `failed_pages` which (group, page) of it
     have not come: their content is undefined. `stored` has a request whenever the last of its stores so far is over,
     stored or dropped: its pages may be written again. A cancelled one is told of too, but without failed pages, which
-    may be another request's by now.
+    may be another request's by now. `unstored` are the keys of stores of which something was not stored.
     """
 
     stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed_pages: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    unstored: list[bytes] = field(default_factory=list)
 
 
 def _yes() -> bool:
@@ -170,8 +171,8 @@ class JobState:
     lock, `moved` and what follows it belong to the thread that does the work, and the rest to the mover."""
 
     __slots__ = (
-        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "request", "seconds", "started"),
-        *("tokens", "total"),
+        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "present", "request", "seconds"),
+        *("started", "tokens", "total"),
     )
 
     def __init__(
@@ -191,6 +192,8 @@ class JobState:
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
         self.tokens = self.nbytes = 0
         """Of these."""
+        self.present = 0
+        """Of a store, how many moves were stored before."""
         self.seconds = 0.0
         """How long it took, once it is over; 0 where it was not begun."""
         self.cancelled = self.started = self.over = False

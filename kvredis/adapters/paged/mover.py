@@ -267,6 +267,8 @@ class ChunkMover:
             del self._jobs[job.request]
         self._chunks[job.is_load] -= len(job.moves)
         self.counters.add(cancelled_jobs=job.cancelled, stores=not job.is_load)
+        if not job.is_load and job.moved + job.present < len(job.moves):
+            self._finished.unstored += [move.key for move in job.moves]
         if job.is_load:
             self._end_load(job, job.moves[job.moved :])
         elif not any(not other.is_load for other in mine):

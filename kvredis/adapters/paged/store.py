@@ -62,6 +62,7 @@ def count_present(context: MoverContext, job: JobState, moves: list[ChunkMove]) 
     """How many of one group's moves, from the head on, are stored already."""
     group = context.groups[moves[0].group]
     present = context.backend.match([move.key for move in moves])
+    job.present += present
     missing = sum(group.tokens_of(move) for move in moves[present:])
     logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, job.total, job.request)
     return present

@@ -56,16 +56,20 @@ class HandshakeMetadata(_HandshakeMetadata):  # type: ignore[misc]
 
 class WorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
     """What the workers' half sends back: requests whose stores so far are over, by rank what is to be known of the
-    weights, and stores that read no page any more, once for each rank."""
+    weights, stores that read no page any more, once for each rank, and keys of stores that have left something out."""
 
-    def __init__(self, requests: set[str], weights: dict[int, WeightsReport], over: list[StoreOver]) -> None:
+    def __init__(
+        self, requests: set[str], weights: dict[int, WeightsReport], over: list[StoreOver], unstored: list[bytes]
+    ) -> None:
         self.requests = requests
         self.weights = weights
         self.over = over
+        self.unstored = unstored
 
     def aggregate(self, other: Any) -> "WorkerMetadata":
         """Those of several workers."""
-        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights, self.over + other.over)
+        requests, weights = self.requests | other.requests, self.weights | other.weights
+        return WorkerMetadata(requests, weights, self.over + other.over, self.unstored + other.unstored)
 
 
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
@@ -191,6 +195,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._results = Results()
         self._stored: set[str] = set()  # to be told of to the scheduler's half
         self._over: list[StoreOver] = []  # as well
+        self._unstored: list[bytes] = []  # as well
         self._held: HeldPages | None = None
         self._worker: PagedWorker | None = None
         self._jobs: list[Any] = []
@@ -362,6 +367,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
                     self._shared.break_even.store_took(store.nbytes, store.seconds)
             if self._scheduling.events is not None:
                 self._scheduling.events.over(told.requests)
+            self._scheduling.unstored(told.unstored)
         failed = getattr(connector_output, "failed_recving", None) or set()
         if self._is_single and connector_output.invalid_block_ids:
             self._scheduling.lost(set(connector_output.invalid_block_ids))
@@ -515,6 +521,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             if self._tells_events:
                 self._stored |= self._results.stored
             self._over += self._results.over
+            self._unstored += self._results.unstored
         return None, self._results.loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -526,14 +533,16 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """What its scheduler's half is told behind a step: of stores that are over, where events are wanted, of the
-        weights, where they were looked at, and of stores that read no page any more."""
+        weights, where they were looked at, of stores that read no page any more, and of what was not stored."""
         if self._worker is None:
             return None
         stored, self._stored = self._stored, set()
         over, self._over = self._over, []
+        unstored, self._unstored = self._unstored, []
         report = None if self._worker.weights is None else self._worker.weights.report()
         weights = {} if report is None else {self._rank: report}
-        return WorkerMetadata(stored, weights, over) if stored or weights or over else None
+        is_news = stored or weights or over or unstored
+        return WorkerMetadata(stored, weights, over, unstored) if is_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of the loads that get_finished has just told of which hold nothing."""

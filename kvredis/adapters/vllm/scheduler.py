@@ -194,6 +194,7 @@ class Scheduling:
         self._pays_to_store = pays_to_store
         self._clock = clock
         self._lookups = Lookups(self.groups, backend)
+        self._has_announced = False
         self._has_other_names = False
         """Whether the log has been told that what an engine hands over is not found here."""
         self._is_late = False
@@ -398,6 +399,11 @@ class Scheduling:
         elif request is not None:
             self._count_loaded(request)
 
+    def unstored(self, keys: list[bytes]) -> None:
+        """Tell others that some of these do not come: their store was dropped, or ended before its end."""
+        if keys and self._has_announced:
+            self._lookups.withdraw(keys)
+
     def weights_told(self, reports: Mapping[int, WeightsReport]) -> None:
         """What workers have told of their weights, by rank."""
         since = self.weights.heard(reports)
@@ -531,6 +537,7 @@ class Scheduling:
     def _sharing(self, request: Request) -> Sharing:
         prompt, options = request.prompt, self.options
         announces = options.stores and (options.announces or prompt.for_others)
+        self._has_announced |= announces
         is_ours = bool(prompt.handed_over) and prompt.handed_over == self._name_of(request)
         if prompt.handed_over and not is_ours and not self._has_other_names:
             self._has_other_names = True

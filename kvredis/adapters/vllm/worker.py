@@ -103,13 +103,15 @@ IDLE_STORE_WAIT_S = 0.002
 class Results:
     """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
     engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
-    nothing. `over` are stores that read no page any more, where layers are recurrent."""
+    nothing. `over` are stores that read no page any more, where layers are recurrent; `unstored` are keys of those of
+    which something was not stored."""
 
     stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_pages: set[int] = field(default_factory=set)
     over: list[StoreOver] = field(default_factory=list)
+    unstored: list[bytes] = field(default_factory=list)
 
 
 class PagedWorker:
@@ -267,6 +269,7 @@ class PagedWorker:
         """What has come to an end."""
         over = self.mover.finished()
         self._results.stored |= over.stored
+        self._results.unstored += over.unstored
         for name in over.stored:
             # Else one that came later reads its pages, and is told of when over: with speculative decoding vLLM asks
             # for results before it hands the step's stores over.

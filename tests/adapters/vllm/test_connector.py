@@ -13,6 +13,7 @@ import torch
 from kvredis.adapters.engine.keys import key_prefix
 from kvredis.adapters.vllm.scheduler import Prompt
 from kvredis.adapters.vllm.stored_events import Origin, Stored
+from kvredis.adapters.vllm.worker import Results
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.vllm.paged_specs import (
@@ -200,6 +201,28 @@ def test_weights_are_in_keys_from_the_start_and_what_ranks_tell_of_new_ones_reac
     assert matched(scheduler, prompt) == 0
     assert workers[0].build_connector_worker_meta() is None
     for half in (*workers, scheduler):
+        half.shutdown()
+
+
+def test_the_scheduler_hears_of_what_workers_have_not_stored(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[list[bytes]] = []
+    monkeypatch.setattr(door, "worker_of", lambda config: Runner())
+    worker = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
+    worker.register_kv_caches(caches_of(FullAttentionSpec()))
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1, shake=False)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    worker.build_connector_worker_meta()
+    monkeypatch.setattr(scheduler._scheduling, "unstored", heard.append)
+    monkeypatch.setattr(worker._worker, "results", lambda: Results(unstored=[b"k"]))
+    worker.get_finished(set())
+    told = worker.build_connector_worker_meta()
+    both = told.aggregate(door.WorkerMetadata(set(), {}, [], [b"l"]))
+    scheduler.update_connector_output(
+        SimpleNamespace(kv_connector_worker_meta=both, invalid_block_ids=set(), finished_recving=None)
+    )
+    assert heard == [[b"k", b"l"]]
+    assert worker.build_connector_worker_meta() is None
+    for half in (worker, scheduler):
         half.shutdown()
 
 

@@ -147,6 +147,20 @@ def test_a_request_that_ends_while_its_stores_are_under_way_is_waited_for(opened
     assert second.answer(tokens) == ALL
 
 
+def test_what_a_store_that_ended_early_does_not_bring_is_waited_for_no_more(opened: Open) -> None:
+    first, second, alone = opened(), opened(), opened(announces=False)
+    tokens = prompt_of(40)
+    assert first.ask(tokens) == 0
+    keys = [chunk.key for chunk in first.scheduling.follow(Prompt("r", tokens)).keys[0]]
+    first.scheduling.scheduled("r", [list(range(1, len(tokens) // 16 + 2))], 0, len(tokens), anew=True)
+    first.scheduling.finished("r")
+    first.store(tokens, 0, 2)
+    assert second.ask(tokens) is None
+    alone.scheduling.unstored(keys)  # which it has announced nothing of
+    first.scheduling.unstored(keys)
+    assert second.answer(tokens) == 2 * CHUNK
+
+
 def test_waiting_ends_when_it_takes_as_long_as_computing_and_what_has_come_is_loaded(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:

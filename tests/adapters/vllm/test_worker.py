@@ -181,6 +181,25 @@ def test_a_page_is_not_stored_any_more_when_it_is_written_again(monkeypatch: pyt
     halves.close()
 
 
+def test_keys_of_a_store_that_ends_before_its_end_are_told_of_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = Halves()
+    halves.close()
+    gate = Gate()
+    halves.open(gate)
+    opened_by_cancel(halves, gate, monkeypatch)
+    tables = tables_of(halves, 1)
+    halves.prompt("a", tables)
+    halves.prompt("b", tables, [7 * token for token in TOKENS])  # into the same pages
+    assert halves.worker.mover.settle(WAIT_S)
+    asked = [chunk.key for chunk in halves.scheduling.follow(Prompt("a", TOKENS)).keys[0]]
+    assert halves.worker.results().unstored == asked
+    for name in ("computed", "found"):
+        halves.prompt(name, tables_of(halves, 20))
+        assert halves.worker.mover.settle(WAIT_S)
+        assert halves.worker.results().unstored == []
+    halves.close()
+
+
 def test_a_page_is_watched_until_its_own_store_is_over_not_an_earlier_one_of_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
