@@ -2,19 +2,21 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from kvredis.adapters.engine.keys import key_of_shard
+from kvredis.adapters.vllm import lookup
 from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
 from tests.adapters.vllm.test_scheduler import CHUNK, STATE, TOKENS, groups_of
 from tests.backends.conftest import ServerProcess, kvredis_server, redis_server  # noqa: F401
+from tests.backends.nodes import wait_until
 
 SHARED: dict[str, Any] = {"announces": True, "waits": True}
 WAIT_S = 20
@@ -159,6 +161,23 @@ def test_what_a_store_that_ended_early_does_not_bring_is_waited_for_no_more(open
     alone.scheduling.unstored(keys)  # which it has announced nothing of
     first.scheduling.unstored(keys)
     assert second.answer(tokens) == 2 * CHUNK
+
+
+def test_a_server_whose_clock_is_early_is_asked_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = opened(), opened()
+    tokens, calls, wait_for = prompt_of(41), list[int](), second.backend.wait_for
+
+    def early(keys: Sequence[bytes], within_s: float) -> int:
+        calls.append(len(keys))
+        return wait_for(keys, within_s - 0.01)
+
+    monkeypatch.setattr(lookup, "WAIT_SLICE_S", 0.1)
+    monkeypatch.setattr(second.backend, "wait_for", early)
+    assert first.ask(tokens) == 0
+    assert second.ask(tokens) is None
+    wait_until(lambda: len(calls) > 4, "questions")
+    first.store(tokens)
+    assert second.answer(tokens) == ALL
 
 
 def test_waiting_ends_when_it_takes_as_long_as_computing_and_what_has_come_is_loaded(
