@@ -163,7 +163,8 @@ class Backend(Protocol):
 
     def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
         """Wait, so long at most, while others have announced the first of `keys` that is missing, and they are not all
-        there. Then answer as `match`, but touch nothing."""
+        there. Count how many, from the first on, are known to be there then; that may be fewer than `match` would
+        find, and touches nothing."""
         ...
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
