@@ -183,7 +183,10 @@ class Sender:
         for pipeline in [each for each in self._pipelines if not each.unanswered and each.connection.stale()]:
             self._pipelines.remove(pipeline)
             self._node.retire(pipeline.connection)
-        if len(self._pipelines) < self._node.connections:
+        most = self._node.connections
+        if self._pipelines:
+            most = self._node.store_connections_with(self._pipelines[0].connection)
+        if len(self._pipelines) < most:
             for connection in self._node.borrow(1, for_sender=True):
                 self._pipelines.append(SetPipeline(connection))
                 refusal = self._pipelines[-1].lend(self._write_queue.arena)
