@@ -31,6 +31,11 @@ class Reservation(Protocol):
         """Writable, of bytes, exactly as long as was asked for."""
         ...
 
+    def filled(self, start: int, stop: int) -> None:
+        """Note that bytes `start` to `stop` of the view are final: they may leave before the commit. Each is said once
+        at most, and none needs to be."""
+        ...
+
     def commit(self) -> object:
         """Store the value under its key. Whether a remote server took it is counted by the next Backend.flush(): what
         this gives means nothing."""

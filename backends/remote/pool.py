@@ -167,6 +167,12 @@ class Node:
         with self._lock:
             return bool(self._open) and not any(isinstance(each, AttachedConnection) for each in self._open)
 
+    @property
+    def lends_memory(self) -> bool:
+        """Whether there is a connection to a server that copies out of our memory, as far as it is known."""
+        with self._lock:
+            return any(isinstance(each, AttachedConnection) for each in self._open)
+
     def _one_comes_back(self) -> bool:
         with self._lock:
             return self._came_back.wait_for(lambda: bool(self._idle), RETRY_WAIT_S)
