@@ -42,6 +42,8 @@ KEYS_MAX: Final = 1024
 COPY_HERE_BYTES_MAX: Final = 4 * 1024 * 1024
 """What is copied by the event loop, in about half a millisecond; more than that takes a thread, and each of io_threads
 as much again takes another."""
+SHARED_BYTES_MIN: Final = 1024 * 1024
+"""Where there are io_threads, so much takes one: other connections' copies go on beside it."""
 COPY_THREADS_MAX: Final = 4
 """More threads for one copy do not make it faster: of two or four clients' values of 32 MiB four threads each copied 34
 and 41 GB/s, eight 29 and 32, one 14 and 25 (16 cores, an H200's host)."""
@@ -314,10 +316,11 @@ def _copied(session: Caller, memory: LentMemory, way: tuple[memoryview, int], th
             stats.putting.add(monotonic() - began_s)
         return copied
 
+    is_long = len(target) > COPY_HERE_BYTES_MAX or (server.senders.threads > 1 and len(target) >= SHARED_BYTES_MIN)
     copied_here = True
     copies: list[asyncio.Future[bool]] = []
     for part, start in _shared_out(target, offset, server.senders.threads):
-        copy = _in_thread(memory, part, start) if len(target) > COPY_HERE_BYTES_MAX else None
+        copy = _in_thread(memory, part, start) if is_long else None
         if copy is None:
             copied_here = memory.copy(part, start) and copied_here
         else:
