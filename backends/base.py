@@ -31,6 +31,11 @@ class Reservation(Protocol):
         """Writable, of bytes, exactly as long as was asked for."""
         ...
 
+    def filled(self, start: int, stop: int) -> None:
+        """Note that bytes `start` to `stop` of the view are final: they may leave before the commit. Each is said once
+        at most, and none needs to be."""
+        ...
+
     def commit(self) -> object:
         """Store the value under its key. Whether a remote server took it is counted by the next Backend.flush(): what
         this gives means nothing."""
@@ -163,7 +168,8 @@ class Backend(Protocol):
 
     def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
         """Wait, so long at most, while others have announced the first of `keys` that is missing, and they are not all
-        there. Then answer as `match`, but touch nothing."""
+        there. Count how many, from the first on, are known to be there then; that may be fewer than `match` would
+        find, and touches nothing."""
         ...
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:

@@ -158,6 +158,9 @@ class Reservation:
         assert 0 <= length <= self.length
         self.length = length
 
+    def filled(self, start: int, stop: int) -> None:
+        """Do nothing: the bytes are where they stay."""
+
     def commit(self, expire_at_ms: int = 0) -> bool:
         """Make the value visible under its key, in place of an older one. Ends the hold; a second call does nothing.
 

@@ -25,6 +25,9 @@ LOAD_CONNECTIONS_MAX: Final = 4
 """What a load uses of a server with as many threads: over 4 come 10 to 14 GB/s, over 8 10 to 22 (16 cores, TCP;
 bench/results/server-2026-11-28-16-cores-threads.json), and the engine needs processors too. `resp_num_threads` asks for
 more."""
+STORE_CONNECTIONS_MAX: Final = 4
+"""What a sender uses of a server that copies out of our memory with as many threads: 2 GB in values of 32 MiB took 60
+ms over two connections and 49 over four (16 cores, an H200's host; with one thread of the server's 145 and 80)."""
 PIPELINE_MAX: Final = 256
 """Commands sent before their answers are read; these are short, so that neither side waits for the other to read."""
 
@@ -151,12 +154,24 @@ class Node:
             return count
         return 1 if connection.is_loopback and connection.io_threads < 2 else self.connections
 
+    def store_connections_with(self, connection: Connection) -> int:
+        """How many connections a sender uses, `connection` being the first of them."""
+        if isinstance(connection, AttachedConnection) and not self._is_asked_for:
+            return max(self.connections, min(connection.io_threads, STORE_CONNECTIONS_MAX))
+        return self.connections
+
     @property
     def carries_bodies(self) -> bool:
         """Whether values go to the server and come from it over a socket, as far as it is known: there are connections,
         and none is to memory that both have."""
         with self._lock:
             return bool(self._open) and not any(isinstance(each, AttachedConnection) for each in self._open)
+
+    @property
+    def lends_memory(self) -> bool:
+        """Whether there is a connection to a server that copies out of our memory, as far as it is known."""
+        with self._lock:
+            return any(isinstance(each, AttachedConnection) for each in self._open)
 
     def _one_comes_back(self) -> bool:
         with self._lock:

@@ -9,6 +9,9 @@ own.
 WHY a value keeps its room until its SET is answered: until then it is not on the server, or not surely. A reader
 of it is served from here meanwhile, and need not wait for a queue that may be seconds long.
 
+A server that copies out of our memory begins with a value that is not whole yet, where its writer tells which bytes are
+final (Part): room is kept for it on one connection, and its commit there is what makes it visible.
+
 Values and touches leave in the order in which they came: that an engine stores a prompt tail first, and touches its
 head in between, is what keeps a full server from evicting the head before the tail.
 """
@@ -29,13 +32,27 @@ from kvredis.backends.shm.buffers import LentRoom, RemoteLease, RemoteReservatio
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena
 
-from .pipeline import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, SetPipeline, Touch
+from .pipeline import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, Parts, SetPipeline, Touch
 from .pool import Node
 from .routing import HOPS_MAX, Hop, Routes
 
 logger = logging.getLogger(__name__)
 
+
+class Part:
+    """Bytes of a value that are final before it is committed; none (`stop` 0): the value is given up."""
+
+    __slots__ = ("keys", "start", "stop", "value")
+
+    def __init__(self, value: RemoteReservation, start: int = 0, stop: int = 0) -> None:
+        self.value = value
+        self.keys = value.keys
+        self.start = start
+        self.stop = stop
+
+
 Item = RemoteReservation | Touch
+Queued = Item | Part
 Outcome = Literal["stored", "refused", "dropped"]
 
 LEAVING_S: Final = 1.0
@@ -63,14 +80,15 @@ class Sender:
         self._write_queue = write_queue
         self._follow = follow
         self._changed = write_queue.changed
-        self._queue: deque[Item] = deque()
-        self._held: dict[Item, None] = {}  # queued or unanswered here, oldest first
+        self._queue: deque[Queued] = deque()
+        self._held: dict[Queued, None] = {}  # queued or unanswered here, oldest first
         self._leaving = False
         self._thread: threading.Thread | None = None
         # From here on the thread's own.
         self._pipelines: list[SetPipeline] = []
         self._turn = 0
         self._flying: set[bytes] = set()  # keys whose SET may be unanswered
+        self._parts: dict[RemoteReservation, Parts | None] = {}  # not committed; None: they go as a whole
 
     # ---- called by the write queue, under its lock -------------------------------------------------------------------
 
@@ -83,7 +101,7 @@ class Sender:
         """Say whether something of these keys is queued or unanswered here."""
         return any(not keys.isdisjoint(item.keys) for item in self._held)
 
-    def take(self, item: Item) -> None:
+    def take(self, item: Queued) -> None:
         """Queue it, and see to it that the thread sends it."""
         self._held[item] = None
         self._queue.append(item)
@@ -138,16 +156,18 @@ class Sender:
 
     def _has_work(self) -> bool:
         with self._changed:
-            linger_s = 0.0 if self._node.link.is_full else LINGER_S
+            linger_s = LINGER_S if self._parts or not self._node.link.is_full else 0.0
             self._changed.wait_for(lambda: self._held or self._write_queue.closed or self._leaving, linger_s)
-            is_idle = not self._held
+            if self._write_queue.closed or self._leaving:
+                self._parts.clear()  # no more is committed, or not here
+            is_idle = not self._held and not self._parts
         if is_idle:  # others may have them meanwhile: a server may take no more
             self._node.bring_back([pipeline.connection for pipeline in self._pipelines])
             self._pipelines.clear()
         with self._changed:
-            if not self._held:
+            if not self._held and not self._parts:
                 self._thread = None
-            return bool(self._held)
+            return self._thread is not None
 
     def _work(self) -> None:
         """Send what is next, or read the answers when there is nothing to send."""
@@ -159,31 +179,61 @@ class Sender:
                 return
             if item is not None:
                 self._queue.popleft()
-            if item is not None and self._write_queue.is_superseded(item):
+            if isinstance(item, Part):
+                del self._held[item]
+            elif item is not None and self._write_queue.is_superseded(item):
                 self._settle(item)
-                return
+                item = Part(item) if isinstance(item, RemoteReservation) else None
+        if isinstance(item, Part):
+            self._send_part(item)
+            return
+        parts = self._parts.pop(item, None) if isinstance(item, RemoteReservation) else None
         if item is None or not self._flying.isdisjoint(item.keys):
             # A value must not be overtaken by an older one on another connection, nor by what touches it.
             for pipeline in self._pipelines:
                 self._read_answers(pipeline, 0, 0)
         if item is not None:
-            free = self._next_pipeline()
+            free = self._next_pipeline() if parts is None else parts.pipeline
             if free is None:
                 self._settle_all()
                 self._hang_up()
                 return
             if isinstance(item, RemoteReservation):
                 self._flying.add(item.key)
-            free.send(item)
+            if parts is not None and isinstance(item, RemoteReservation):
+                free.send_rest(parts, item)
+            else:
+                free.send(item)
             if free.is_full:
                 self._read_answers(free, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
+
+    def _send_part(self, part: Part) -> None:
+        """Send bytes of a value that is not committed yet. What cannot be sent so is sent with the whole."""
+        value = part.value
+        if not part.stop:
+            if (parts := self._parts.pop(value, None)) is not None:
+                parts.pipeline.give_up(parts)
+            return
+        if value not in self._parts:
+            free = self._next_pipeline()
+            if free is not None:
+                self._read_answers(free, 0, 0)
+            self._parts[value] = None if free is None else free.open_parts(value)
+        parts = self._parts[value]
+        if parts is not None:
+            parts.pipeline.send_part(parts, value, part.start, part.stop)
+            if parts.pipeline.is_full:
+                self._read_answers(parts.pipeline, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
 
     def _next_pipeline(self) -> SetPipeline | None:
         """The pipelines in turn; a new one as long as there are less than may be. None: the server takes nothing."""
         for pipeline in [each for each in self._pipelines if not each.unanswered and each.connection.stale()]:
             self._pipelines.remove(pipeline)
             self._node.retire(pipeline.connection)
-        if len(self._pipelines) < self._node.connections:
+        most = self._node.connections
+        if self._pipelines:
+            most = self._node.store_connections_with(self._pipelines[0].connection)
+        if len(self._pipelines) < most:
             for connection in self._node.borrow(1, for_sender=True):
                 self._pipelines.append(SetPipeline(connection))
                 refusal = self._pipelines[-1].lend(self._write_queue.arena)
@@ -240,7 +290,10 @@ class Sender:
             sent = {item for pipeline in self._pipelines for item in pipeline.unanswered}
             self._queue.clear()
             for item in tuple(self._held):
-                self._settle(item, "refused" if item in sent else "dropped")
+                if isinstance(item, Part):
+                    del self._held[item]
+                else:
+                    self._settle(item, "refused" if item in sent else "dropped")
 
     def _hang_up(self) -> None:
         """Without the lock: nodes have one of their own, and a collected generator may want both in any order."""
@@ -248,6 +301,7 @@ class Sender:
             self._node.retire(pipeline.connection)
         self._pipelines.clear()
         self._flying.clear()
+        self._parts = dict.fromkeys(self._parts)  # their rooms have ended with the connections
 
 
 class WriteQueue:
@@ -292,7 +346,7 @@ class WriteQueue:
             self._bytes += length if taken else 0
         room = self._staging.reserve(key, length) if taken else None
         if room is not None:
-            return RemoteReservation(key, room, self._take, self._give_up, self._keep)
+            return RemoteReservation(key, room, self._take, self._give_up, self._keep, self._take_part)
         with self.changed:
             self._bytes -= length if taken else 0
             self._counts["dropped"] += not self.closed
@@ -336,8 +390,18 @@ class WriteQueue:
                 self._newest[value.key] = value
             self._append(value, node)
 
+    def _take_part(self, value: RemoteReservation, start: int, stop: int) -> None:
+        node = self._routes().owner(value.key)
+        if node.lends_memory:
+            with self.changed:
+                if not self.closed:
+                    value.has_parts = True
+                    self.pass_on(Part(value, start, stop), node)
+
     def _give_up(self, value: RemoteReservation) -> None:
         with self.changed:
+            if value.has_parts and not self.closed:
+                self.pass_on(Part(value), self._routes().owner(value.key))
             self._bytes -= len(value.view)
             self._end_hold(value)
 
@@ -383,18 +447,18 @@ class WriteQueue:
         """The memory that values are in until they are answered."""
         return self._staging.arena
 
-    def is_superseded(self, item: Item) -> bool:
+    def is_superseded(self, item: Queued) -> bool:
         """Say whether a newer value of the same key follows, or has been answered already."""
         if not isinstance(item, RemoteReservation):
             return False
         return self._newest.get(item.key, item if item.is_lent else None) is not item
 
-    def is_leaving(self, item: Item) -> bool:
+    def is_leaving(self, item: Queued) -> bool:
         """Say whether a sender that ends has something older of the same keys."""
         leaving = [sender for sender in self._senders.values() if sender.is_leaving]
         return any(sender.has(set(item.keys)) for sender in leaving)
 
-    def pass_on(self, item: Item, node: Node) -> None:
+    def pass_on(self, item: Queued, node: Node) -> None:
         """Let the sender of `node` have it; it is outstanding already, and keeps its room."""
         if node not in self._senders:
             self._senders[node] = Sender(node, self, lambda reply: self._routes().follow(node, reply))

@@ -80,6 +80,9 @@ class LentRoom:
 
     abort = commit
 
+    def filled(self, start: int, stop: int) -> None:
+        """Do nothing, as for commit."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -125,9 +128,11 @@ class RemoteReservation:
         "_abort",
         "_commit",
         "_ended",
+        "_filled",
         "_keep",
         "_room",
         "asking",
+        "has_parts",
         "holds",
         "hops",
         "is_lent",
@@ -146,6 +151,7 @@ class RemoteReservation:
         commit: Callable[[RemoteReservation], None],
         abort: Callable[[RemoteReservation], None],
         keep: bool = False,
+        filled: Callable[[RemoteReservation, int, int], None] | None = None,
     ) -> None:
         self.key = key
         self.view = room.view
@@ -160,7 +166,10 @@ class RemoteReservation:
         self._keep = keep
         self._commit = commit
         self._abort = abort
+        self._filled = filled
         self._ended = False
+        self.has_parts = False
+        """Whether some of it has been said to be filled."""
         self.taken = False
         self.hops = 0
         self.asking = False
@@ -169,6 +178,11 @@ class RemoteReservation:
     def keys(self) -> tuple[bytes]:
         """The key, as a Touch has several."""
         return (self.key,)
+
+    def filled(self, start: int, stop: int) -> None:
+        """As Reservation.filled, for a server that copies out of our memory."""
+        if not self._ended and self._filled is not None:
+            self._filled(self, start, stop)
 
     def commit(self) -> None:
         """Put the value into the queue, as it is now; it does not wait for the network here."""

@@ -346,6 +346,10 @@ class AttachedConnection(Connection):
         """KV.PUT of bytes of the memory that was lent; answered as SET."""
         self.send((b"KV.PUT", key, b"%d" % offset, b"%d" % length))
 
+    def send_fill(self, number: int, start: int, offset: int, length: int) -> None:
+        """KV.FILL of a reservation from `start` on, out of the memory that was lent."""
+        self.send((b"KV.FILL", b"%d" % number, b"%d" % start, b"%d" % offset, b"%d" % length))
+
     # ---- descriptors ---------------------------------------------------------------------------------------------
 
     def _receive_some(self, sock: socket.socket, buffers: Sequence[memoryview], flags: int) -> int:

@@ -51,6 +51,11 @@ class LayeredReservation:
         self._end = leaving.abort if far is None else far.abort
         self._ended = False
 
+    def filled(self, start: int, stop: int) -> None:
+        """As Reservation.filled, for the far side."""
+        if self._far is not None and not self._ended:
+            self._far.filled(start, stop)
+
     def commit(self) -> None:
         """Let the value be seen near, and put it into the queue; it does not wait for the network here."""
         if not self._ended:

@@ -101,6 +101,9 @@ class Arriving(_Hold):
         self._filling = filling
         self._has_ended = False
 
+    def filled(self, start: int, stop: int) -> None:
+        """Do nothing: the bytes are where they stay."""
+
     def commit(self) -> None:
         """Keep a value that has come, and with which its reader is done."""
         if not self._has_ended:
@@ -126,6 +129,9 @@ class Leaving(_Hold):
         """Whether the far side's queue has had room for it."""
         self._room = of if isinstance(of, Reservation) else None
         self._hold = of if isinstance(of, Lease) else None
+
+    def filled(self, start: int, stop: int) -> None:
+        """Do nothing: the bytes are near."""
 
     def publish(self) -> bool:
         """Make the value visible near, and hold it there; False when it has left again a moment later."""

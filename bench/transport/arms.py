@@ -252,6 +252,9 @@ class InPlace:
     def __init__(self, view: memoryview) -> None:
         self.view = view
 
+    def filled(self, start: int, stop: int) -> None:
+        """Some of it has."""
+
     def commit(self) -> None:
         """The body has come."""
 

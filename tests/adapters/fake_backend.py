@@ -14,6 +14,9 @@ class FakeReservation:
         self.value = bytearray(length)
         self.view = memoryview(self.value)
 
+    def filled(self, start: int, stop: int) -> None:
+        self.backend.filled.append((self.key, start, bytes(self.view[start:stop])))
+
     def commit(self) -> None:
         self.backend.put(self.key, bytes(self.value))
 
@@ -55,6 +58,7 @@ class FakeBackend:
         self.values: OrderedDict[bytes, bytes] = OrderedDict()
         self.blocks_max = blocks_max
         self.written: list[bytes] = []
+        self.filled: list[tuple[bytes, int, bytes]] = []
         self.leases = 0
         self.refused = 0
         self.refusal = ""

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -166,6 +167,26 @@ def test_presence_is_said_for_each_key_whatever_is_missing_before_it(backend: Ba
     at_rest()
     assert backend.present([b"a", b"b", b"c", b"d", b"b"]) == [False, True, False, True, True]
     assert backend.present([]) == []
+
+
+def test_what_is_missing_is_the_caller_s_to_compute_and_no_wait_ends_late_that_no_other_has_announced(
+    backend: Backend, at_rest: AtRest, kind: str
+) -> None:
+    keys, knows = fresh_keys(6), kind not in ("redis", "sentinels", "redis-cluster")
+    for key in (keys[0], keys[1], keys[4]):
+        assert put_through(backend, key, b"x")
+    began_s = time.monotonic()
+    assert backend.wait_for(keys, 60) in range(3)
+    assert backend.expect(keys, 60) == (3 if knows else 6)
+    assert backend.expect(keys[:2], 60) == (0 if knows else 2)
+    assert backend.expect(keys[2:4], 60) == 2, "announced anew"
+    assert backend.wait_for(keys[:2], 60) in range(3)
+    for key in (keys[2], keys[3], keys[5]):
+        assert put_through(backend, key, b"x")
+    assert backend.wait_for(keys, 60) in range(7)
+    assert backend.wait_for([], 60) == backend.expect([], 60) == 0
+    assert time.monotonic() - began_s < 30
+    at_rest()
 
 
 def test_touch_and_delete_count_what_exists(backend: Backend) -> None:

@@ -35,6 +35,11 @@ class ReservedBlock:
         self.tensor = self._room[self._room.nbytes - layout.chunk_bytes(tokens) :]
         """To be filled; empty once the hold has ended."""
 
+    def filled(self, start: int, stop: int) -> None:
+        """Note that bytes `start` to `stop` of `tensor` are there."""
+        header = self._room.nbytes - self.tensor.nbytes
+        self._reservation.filled(header + start, header + stop)
+
     def commit(self, checksum: str = "") -> None:
         """Make it visible; `tensor` has been filled."""
         header = encode_header(self._layout, self.tokens, checksum)

@@ -144,6 +144,11 @@ class LayerStores(MoverTask):
             moving.wait()
         self._moving.popleft()
         self.stored_s |= dict.fromkeys(places, time.monotonic())
+        for number, group in enumerate(self._context.groups):
+            own = [layer for place in places if (layer := group.layer_of(place)) is not None]
+            for job, chunk in self._reserved if own else ():
+                if chunk.move.group == number and not job.cancelled:
+                    chunk.has_layers(own[-1] + 1, is_last=own[-1] + 1 == group.layout.layers)
 
     def _send(self, places: Sequence[int], after: torch.cuda.Event | None, movings: list[Moving]) -> None:
         """Let layers leave that follow each other and are computed when `after` has passed."""

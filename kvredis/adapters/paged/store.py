@@ -19,6 +19,10 @@ from .jobs import ChunkMove, JobState, MoverContext, MoverTask
 
 logger = logging.getLogger(__name__)
 
+TOLD_BYTES = 4 * 1024 * 1024
+"""Layers of a chunk leave together until they are so much: each message takes the interpreter, and a server's threads
+copy no less each."""
+
 
 class ReservedChunk(ReservedBlock):
     """Room for the block of one move, and its checksum."""
@@ -28,10 +32,19 @@ class ReservedChunk(ReservedBlock):
         super().__init__(reservation, group.layout, group.tokens_of(move))
         self.move = move
         self.checksum = context.checksums.of(self.tensor)
+        self._told = 0
+        """Bytes of which the backend knows that they are there."""
 
     def part(self, transfer: Transfer) -> Part:
         """What its group's transfer is given next."""
         return Part(self.move.pages, self.tensor, row=self.checksum.row_in(transfer, self.tensor))
+
+    def has_layers(self, count: int, *, is_last: bool) -> None:
+        """Note that its first `count` layers have come. They may leave when they are as much as is worth a message."""
+        stop = self.tensor.nbytes // self._layout.layers * count
+        if is_last or stop - self._told >= TOLD_BYTES:
+            self.filled(self._told, stop)
+            self._told = stop
 
     def abort(self) -> None:
         """As ReservedBlock.abort; nothing is copied into the room any more, nor hashed."""

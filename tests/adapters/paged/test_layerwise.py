@@ -125,6 +125,31 @@ def test_small_layers_leave_together_behind_the_first(
     assert all(backend.values[move.key] == block_for(engine, move) for move in job.moves)
 
 
+@pytest.mark.parametrize(("told_bytes", "is_one"), [(1, False), (5_000, False), (1 << 30, True)])
+def test_layers_that_have_come_may_leave_before_their_chunk_is_whole(
+    told_bytes: int, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvredis.adapters.paged.store.TOLD_BYTES", told_bytes)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_store.ROW_MAX", 1)
+    engine, backend = PagedEngine(), FakeBackend()
+    job = StoreJob("r", of_both("r").moves, 3 * CHUNK)
+    with mover_on(backend, engine) as mover:
+        for place in PLACES:
+            compute(engine, place)
+            mover.save_layer(place, [job])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+    for move in job.moves:
+        value = backend.values[move.key]
+        told = [(start, part) for key, start, part in backend.filled if key == move.key]
+        assert all(value[start:].startswith(part) for start, part in told), "what was told of is final"
+        ends = [start + len(part) for start, part in told]
+        assert [start for start, _ in told[1:]] == ends[:-1], "one behind the other"
+        assert ends[-1] == len(value), "all but the header"
+        assert (len(told) == 1) == is_one
+        assert engine.bytes_of(move) == value[told[0][0] :]
+
+
 @pytest.mark.parametrize("left_out", [1, 3])
 def test_a_step_that_leaves_a_layer_out_stores_nothing(left_out: int) -> None:
     engine, backend = PagedEngine(), LocalBackend(small_store())

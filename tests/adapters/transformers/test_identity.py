@@ -212,6 +212,10 @@ def bias(model: Any) -> None:
     model.model.embed_tokens.weight.data[:, 3] += 0.5
 
 
+TRANSFORMERS = identity_of.__globals__["transformers"]
+"""As the adapter has imported it. transformers imports itself once more (processing_utils does so), and what stands in
+sys.modules from then on is another module."""
+
 CASES: dict[str, list[tuple[str, Change]]] = {
     "shape and type of KV": [],
     "weights": [
@@ -260,7 +264,7 @@ CASES: dict[str, list[tuple[str, Change]]] = {
     "state of earlier prompts": [],
     "several devices": [],
     "kind of device": [],
-    "version of the engine and the model's code": [("llama", pretending(transformers, "__version__", "9.9.9"))],
+    "version of the engine and the model's code": [("llama", pretending(TRANSFORMERS, "__version__", "9.9.9"))],
     "other prompts in the batch, and where a prompt is cut": [],
 }
 """By the name of a dependence: a model's kind and a change. Those without one have a test of their own."""

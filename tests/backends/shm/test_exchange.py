@@ -354,6 +354,26 @@ def test_memory_is_lent_once_for_each_connection_that_stores(lane: Open, server:
     assert loaded(backend, keys_of(20)) == [content(key) for key in keys_of(20)]
 
 
+@pytest.mark.parametrize(
+    ("threads", "asked", "lent"), [(1, None, 2), (3, None, 3), (4, None, 4), (8, None, 4), (4, 1, 1), (1, 5, 5)]
+)
+def test_as_many_connections_store_as_the_server_has_threads_that_copy(
+    threads: int, asked: int | None, lent: int, tmp_path: Path
+) -> None:
+    server = start_server("kvredis", tmp_path, "--io-threads", str(threads))
+    try:
+        address = parse_url(lane_url(server))
+        with closing(RemoteBackend(address, small_store(64 << 20), connections=asked, timeout_s=20.0)) as backend:
+            store_blocks(backend, keys_of(20))
+            store_blocks(backend, [b"long:%d" % number for number in range(5)], 9 << 20)
+            calls = {name: int(row["calls"]) for name, row in ask(server, "INFO", "commandstats").items()}
+            assert calls["cmdstat_kv.put"] == 25
+            assert calls["cmdstat_kv.lend"] == lent
+            assert loaded(backend, [b"long:4"]) == [content(b"long:4", 9 << 20)]
+    finally:
+        server.kill()
+
+
 def test_memory_that_cannot_be_lent_is_sent_instead_and_that_is_said_once(
     lane: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -409,7 +409,7 @@ def change_weights(worker: Any, how: str) -> None:
                 tensor.mul_(-1.25)
             elif how == "load":
                 tensor.data.copy_(tensor.data * 0.5)
-            elif how == "column" and name.endswith("layers.0.mlp.down_proj.weight"):
+            elif how == "column" and name.endswith("embed_tokens.weight"):  # a matrix on every processor
                 tensor.data[:, 17] += 4
             elif how == "back":
                 tensor.data.copy_(worker.kept[name])

@@ -136,7 +136,8 @@ class Engine:
     def told(self) -> dict[str, Any]:
         """The tier's counters, and the metrics that vLLM would show."""
         metrics = [each.name for each in self.llm.get_metrics() if "kvredis" in each.name]
-        return {"stats": self.tier._store.stats(), "metrics": metrics}
+        block_tokens = self.llm.llm_engine.vllm_config.cache_config.block_size
+        return {"stats": self.tier._store.stats(), "metrics": metrics, "block_tokens": block_tokens}
 
     def close(self) -> dict[str, Any]:
         """End the engine and what it leaves in /dev/shm."""

@@ -361,6 +361,80 @@ async def test_a_large_put_without_a_thread_to_be_had_is_copied_all_the_same(
         await until(lambda: open_descriptors() <= before)
 
 
+@pytest.mark.parametrize(
+    ("length", "offset", "parts"),
+    [
+        (4 * MIB, 3, 1),
+        (7 * MIB, 3, 1),
+        (8 * MIB, 0, 2),
+        (9 * MIB + 12_345, 1001, 2),
+        (12 * MIB - 1, 1, 2),
+        (12 * MIB, 0, 3),
+    ],
+)
+@pytest.mark.parametrize("way", ["KV.PUT", "KV.FILL"])
+async def test_threads_share_a_long_copy(
+    loop: str,
+    way: str,
+    length: int,
+    offset: int,
+    parts: int,
+    lent: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[tuple[int, int]] = []
+    copy = LentMemory.copy
+
+    def noted(self: LentMemory, target: memoryview, offset: int) -> bool:
+        copies.append((offset, len(target)))
+        return copy(self, target, offset)
+
+    monkeypatch.setattr(LentMemory, "copy", noted)
+    async with LiveServer(tmp_path, 64 * MIB, io_threads=4) as live, attached(live) as client:
+        await client.lend(lent)
+        if way == "KV.PUT":
+            assert await client.ask("KV.PUT", "k", offset, length) == b"OK"
+        else:
+            part = await client.ask("KV.RESERVE", "k", length)
+            assert await client.ask("KV.FILL", part, 0, offset, length) == b"OK"
+            assert await client.ask("KV.COMMIT", part) == b"OK"
+        assert await client.ask("GET", "k") == CONTENT[offset : offset + length]
+        assert len(copies) == parts
+        assert sum(part for _, part in copies) == length
+        assert live.server.stats.put_bytes == length
+        assert live.store.reserved_bytes == 0
+
+
+async def test_a_copy_of_which_one_thread_fails_keeps_its_room_until_the_others_are_done(
+    loop: str, lent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, loop_ = asyncio.Event(), asyncio.get_running_loop()
+    copies: list[int] = []
+    copy = LentMemory.copy
+
+    def some(self: LentMemory, target: memoryview, offset: int) -> bool:
+        copies.append(offset)
+        if offset:
+            raise MemoryError("a mistake of ours")
+        asyncio.run_coroutine_threadsafe(gate.wait(), loop_).result()
+        return copy(self, target, offset)
+
+    monkeypatch.setattr(LentMemory, "copy", some)
+    async with LiveServer(tmp_path, 64 * MIB, io_threads=2) as live, attached(live) as client:
+        await client.lend(lent)
+        putting = asyncio.ensure_future(client.ask("KV.PUT", "k", 0, 12 * MIB))
+        await until(lambda: len(copies) == 2)
+        async with connected(live) as other:
+            assert await other.ask("EXISTS", "k") == 0
+            assert live.store.reserved_bytes >= 12 * MIB
+            gate.set()
+            assert str(await putting) == "ERR internal error"
+            await until(lambda: not live.store.reserved_bytes)
+            assert await other.ask("EXISTS", "k") == 0
+        live.complaints.clear()
+
+
 @pytest.mark.parametrize("seals", [SHRINK, SHRINK | FUTURE_WRITE])
 async def test_hugepages_may_be_lent(seals: int, real_hugepages: int, tmp_path: Path) -> None:
     fd = os.memfd_create("lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
