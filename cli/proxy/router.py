@@ -17,6 +17,7 @@ import logging
 import os
 import resource
 import signal
+import ssl
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -215,12 +216,12 @@ class Router:
                     engine.answered()
                     return params if isinstance(params, dict) else None
             except UNREACHABLE as error:
-                engine.failed(error)
+                engine.failed(_why(error))
             except TimeoutError:
                 engine.failed(f"it has not answered in {self._prefill_timeout.total:g} s")
                 return None
             except (aiohttp.ClientError, AttributeError, ValueError) as error:
-                engine.failed(error)  # it has begun: another one may not fare better with this prompt
+                engine.failed(_why(error))  # it has begun: another one may not fare better with this prompt
                 return None
         return None
 
@@ -233,11 +234,11 @@ class Router:
                 async with self._ask(engine, request, data, headers=headers) as answer:
                     return await self._stream(request, engine, answer)
             except UNREACHABLE as error:
-                engine.failed(error)
-                why.append(f"{engine.url}: {error}")
+                engine.failed(_why(error))
+                why.append(f"{engine.url}: {_why(error)}")
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientResponseError) as error:
-                engine.failed(error)
-                text = f"decode engine {engine.url} has not answered: {error}"
+                engine.failed(_why(error))
+                text = f"decode engine {engine.url} has not answered: {_why(error)}"
                 raise Refused(failure(502, "BadGatewayError", text)) from error
         raise Refused(failure(502, "BadGatewayError", f"no decode engine can be reached: {'; '.join(why)}"))
 
@@ -268,6 +269,14 @@ class Router:
 def _too_large() -> Refused:
     text = f"a request has {BODY_BYTES_MAX} bytes at most"
     return Refused(failure(413, "RequestEntityTooLargeError", text))
+
+
+def _why(error: Exception) -> str:
+    """What has happened, in the system's words where it is the system that says so."""
+    cause = getattr(error, "os_error", None)
+    if cause is not None and (cause.errno or 0) > 0 and not isinstance(cause, ssl.SSLError):
+        return os.strerror(cause.errno)
+    return str(cause or error) or type(error).__name__
 
 
 def _object(data: bytes) -> dict[str, Any]:
