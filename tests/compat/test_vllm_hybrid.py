@@ -190,12 +190,11 @@ def test_prompts_computed_in_parts_side_by_side_and_preempted_find_what_they_sha
     small: dict[str, Any] = {"max_num_batched_tokens": 256, "max_model_len": 640}
     opened(engine, "qwen3.5", {}, connector=None, **small)
     alone = engine.generate(*prompts, tokens=100)
-    opened(engine, "qwen3.5", {}, connector=None, num_gpu_blocks_override=20, **small)
-    own = max(map(deviation, alone, engine.generate(*prompts, tokens=100)))  # by the processor: 0.03 to 0.13
     made = opened(engine, "qwen3.5", far(client), num_gpu_blocks_override=20, **small)
     for number in range(10):  # so small an engine may take the pages of a store that is slow, which then ends
         together = engine.generate(*prompts, tokens=100)
-        assert max(map(deviation, alone, together)) < max(2 * own, 0.1), "more than what preempting does by itself"
+        # As far as rounding bfloat16 goes in a hundred tokens, where prompts are cut elsewhere: 0.04 to 0.13 were seen.
+        assert max(map(deviation, alone, together)) < 0.25
         engine.stored()
         engine.ask("reset")
         if number > 1 and min(each["cached"] for each in together) >= whole_blocks(200, made):

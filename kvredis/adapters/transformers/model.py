@@ -358,8 +358,13 @@ def tried(model: PreTrainedModel, between: Callable[[Cache], None] | None = None
     ids %= model.config.get_text_config(decoder=True).vocab_size
     deltas = [(module, module.rope_deltas) for module in with_deltas(model)]
 
-    def read(cache: Cache, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=tokens, **{CACHE: cache}, use_cache=True).logits
+    takes_positions = "cache_position" in signature(model.forward).parameters  # which generate() gives them then
+
+    def read(cache: Cache, tokens: torch.Tensor, behind: int = 0) -> torch.Tensor:
+        words = {CACHE: cache, "use_cache": True}
+        if takes_positions:
+            words["cache_position"] = torch.arange(behind, behind + tokens.shape[1], device=model.device)
+        logits: torch.Tensor = model(input_ids=tokens, **words).logits
         return logits[:, TRIED_CUT - TRIED_TOKENS :]
 
     whole, parts, alone = (fresh_cache(model.config) for _ in range(3))
@@ -369,7 +374,8 @@ def tried(model: PreTrainedModel, between: Callable[[Cache], None] | None = None
         read(parts, ids[:, :TRIED_CUT])
         if between is not None:
             between(parts)
-        return Trial(whole, parts, alone, logits, read(parts, ids[:, TRIED_CUT:]), read(alone, ids[:, TRIED_CUT:]))
+        rest = ids[:, TRIED_CUT:]
+        return Trial(whole, parts, alone, logits, read(parts, rest, TRIED_CUT), read(alone, rest))
     finally:
         for module, before in deltas:
             module.rope_deltas = before

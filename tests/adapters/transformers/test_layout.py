@@ -69,7 +69,10 @@ def without_kv_heads() -> dict[str, Any]:
     [
         (without_a_cache, "it keeps no KV in a cache that it is given"),
         (with_another_cache, "(it cannot compute with a cache that it is given: MiniMax|layers of linear_attention)"),
-        (with_layers_for_pictures, r"of a text \d+ of \d+ layers keep KV in a cache that it is given"),
+        (
+            with_layers_for_pictures,  # transformers 5.0 cannot compute a text in two parts with these
+            r"(of a text \d+ of \d+ layers keep KV in|it cannot compute with) a cache that it is given",
+        ),
         (looking_ahead, "the KV of a token depends on those behind it"),
         (with_columns_of_its_own, "(it cannot compute with a cache that it is given|the KV of 12 tokens is)"),
     ],
