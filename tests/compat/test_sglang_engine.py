@@ -1,0 +1,146 @@
+"""Whole engines of SGLang 0.5.23 on the CPU load from kvredis what they, or others, have stored, and answer as with
+SGLang's own cache: the same tokens, and the same log-probabilities to the bit.
+
+Engine, scheduler, prefix cache, controllers, storage threads, pools and models are SGLang's (sglang/engine.py); kernels
+are torch's (sglang/stand_ins.py). Models are tiny, of random weights.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.compat.conftest import RunningServer, start_kvredis, stop
+from tests.compat.engine_process import ROOT, Answer, EngineProcess
+from tests.compat.side_packages import packages
+
+HERE = Path(__file__).parent / "sglang"
+PAGE = 16
+WHOLE_PAGES = 18
+PROMPT = [(place * 7919 + 3) % 500 for place in range(WHOLE_PAGES * PAGE + 12)]
+TOKENS = 8
+SMALL: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "initializer_range": 0.2,
+}  # fmt: skip
+LLAMA = {"model_type": "llama", **SMALL}
+
+Open = Callable[..., "Engine"]
+
+
+class Engine:
+    """An engine that the process runs."""
+
+    def __init__(self, process: EngineProcess, name: str, server: RunningServer, **opening: Any) -> None:
+        self._process, self._name = process, name
+        process.ask("open", engine=name, extra={"url": f"redis://127.0.0.1:{server.port}"}, **opening)
+
+    def __call__(self, do: str, **arguments: Any) -> Answer:
+        return self._process.ask(do, engine=self._name, **arguments)
+
+    def generate(self, prompt: list[int] = PROMPT) -> tuple[Answer, dict[str, int]]:
+        """An answer, and how many tokens of the prompt came from the device, the host and the store."""
+        told = self("generate", prompt=prompt, tokens=TOKENS)
+        places = {"device": 0, "host": 0, "storage": 0} | (told.pop("cached_tokens_details") or {})
+        assert sum(places[place] for place in ("device", "host", "storage")) == told.pop("cached_tokens")
+        return told, {place: places[place] for place in ("device", "host", "storage") if places[place]}
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    folders = [packages(HERE / f"requirements{which}.txt", "sglang") for which in ("-engine", "")]
+    environment = {"PYTHONPATH": ":".join(map(str, (*folders, ROOT)))}
+    command = [sys.executable, str(HERE / "engine.py")]
+    running = EngineProcess(command, tmp_path_factory.mktemp("sglang") / "engine.log", environment)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def opened(
+    process: EngineProcess, kvredis: RunningServer, request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Open]:
+    """Opens an engine; all are closed in the end."""
+    engines: list[Engine] = []
+
+    def open_one(config: dict[str, Any] = LLAMA, server: RunningServer = kvredis, **opening: Any) -> Engine:
+        name = f"{request.node.name} {len(engines)}"
+        engines.append(Engine(process, name, server, folder=str(tmp_path), config=config, **opening))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine("close")
+
+
+def damaged(server: RunningServer) -> bytes:
+    """The key of a page of which every byte has been changed."""
+    with redis.Redis(port=server.port, protocol=2) as client:
+        key = client.randomkey()
+        assert isinstance(key, bytes)
+        value = client.get(key)
+        assert isinstance(value, bytes)
+        client.set(key, bytes(byte ^ 0x55 for byte in value))
+    return key
+
+
+def test_a_prompt_is_loaded_from_the_store_and_answered_as_from_sglangs_own_cache(
+    opened: Open, kvredis: RunningServer
+) -> None:
+    engine = opened()
+    cold, came = engine.generate()
+    assert came == {}
+    assert len(set(cold["tokens"])) > TOKENS // 2, "an answer depends on what is before it"
+    own, came = engine.generate()
+    assert came == {"device": WHOLE_PAGES * PAGE}
+    engine("flush")
+    warm, came = engine.generate()
+    assert came == {"storage": WHOLE_PAGES * PAGE}
+    assert own == warm
+    assert own["tokens"] == cold["tokens"]
+    damaged(kvredis)
+    engine("flush")
+    computed, came = engine.generate()
+    assert came.get("storage", 0) in range(0, WHOLE_PAGES * PAGE, PAGE), "what is behind the damaged page is computed"
+    assert computed["tokens"] == cold["tokens"]
+    engine("flush")
+    again, came = engine.generate()
+    assert came == {"storage": WHOLE_PAGES * PAGE}, "the page was stored anew"
+    assert again == own
+
+
+@pytest.mark.nightly
+def test_another_engine_loads_it_if_its_weights_are_the_same(opened: Open) -> None:
+    one = opened()
+    one.generate()
+    own, came = one.generate()
+    assert came == {"device": WHOLE_PAGES * PAGE}
+    one("flush")
+    warm, came = opened().generate()
+    assert came == {"storage": WHOLE_PAGES * PAGE}
+    assert warm == own
+    other, came = opened(seed=2).generate()
+    assert came == {}
+    assert other["tokens"] != own["tokens"]
+
+
+@pytest.mark.nightly
+def test_an_engine_goes_on_without_its_server(opened: Open, tmp_path: Path) -> None:
+    running, server = start_kvredis(tmp_path)
+    try:
+        engine = opened(server=server)
+        cold, _ = engine.generate()
+        engine("flush")
+        running.kill()
+        running.wait()
+        computed, came = engine.generate()
+        assert came == {}
+        assert computed == cold
+        own, came = engine.generate()
+        assert came == {"device": WHOLE_PAGES * PAGE}
+        assert own["tokens"] == cold["tokens"]
+    finally:
+        stop(running)
