@@ -16,6 +16,7 @@ import redis
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import ROOT, Answer, EngineProcess
 from tests.compat.side_packages import packages
+from tests.gate import nightly
 
 HERE = Path(__file__).parent / "sglang"
 PAGE = 16
@@ -26,7 +27,33 @@ SMALL: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "initializer_range": 0.2,
 }  # fmt: skip
-LLAMA = {"model_type": "llama", **SMALL}
+WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL},
+    "mellum": {"model_type": "mellum", **SMALL, **EXPERTS, **WINDOWS},
+    "qwen3_next": {
+        "model_type": "qwen3_next", **SMALL, **EXPERTS, "shared_expert_intermediate_size": 64,
+        "full_attention_interval": 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2", **SMALL, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 4,
+        "moe_layer_freq": 1, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+}  # fmt: skip
+"""By what their pools hold: keys and values; windows beside them; states of linear attention beside them; latents."""
+STATES: dict[str, Any] = {"mamba_radix_cache_strategy": "extra_buffer", "max_mamba_cache_size": 64}
+OPTIONS = {"qwen3_next": STATES}
+POOLS = {"llama": 1, "mellum": 2, "qwen3_next": 2, "deepseek_v2": 1}
+FOUND = dict.fromkeys(MODELS, WHOLE_PAGES * PAGE) | {"qwen3_next": WHOLE_PAGES * PAGE // 64 * 64}
+"""Tokens of the prompt that SGLang's own cache has: of states it keeps each 64th."""
 
 Open = Callable[..., "Engine"]
 
@@ -66,9 +93,10 @@ def opened(
     """Opens an engine; all are closed in the end."""
     engines: list[Engine] = []
 
-    def open_one(config: dict[str, Any] = LLAMA, server: RunningServer = kvredis, **opening: Any) -> Engine:
+    def open_one(model: str = "llama", server: RunningServer = kvredis, **opening: Any) -> Engine:
         name = f"{request.node.name} {len(engines)}"
-        engines.append(Engine(process, name, server, folder=str(tmp_path), config=config, **opening))
+        opening = {"folder": str(tmp_path), "config": MODELS[model], "options": OPTIONS.get(model)} | opening
+        engines.append(Engine(process, name, server, **opening))
         return engines[-1]
 
     yield open_one
@@ -76,40 +104,41 @@ def opened(
         engine("close")
 
 
-def damaged(server: RunningServer) -> bytes:
-    """The key of a page of which every byte has been changed."""
-    with redis.Redis(port=server.port, protocol=2) as client:
-        key = client.randomkey()
-        assert isinstance(key, bytes)
-        value = client.get(key)
-        assert isinstance(value, bytes)
-        client.set(key, bytes(byte ^ 0x55 for byte in value))
-    return key
+def damage(client: redis.Redis, key: bytes) -> None:
+    """Change every byte of a page."""
+    value = client.get(key)
+    assert isinstance(value, bytes)
+    client.set(key, bytes(byte ^ 0x55 for byte in value))
 
 
+@pytest.mark.parametrize("model", ["llama", *map(nightly, ("mellum", "qwen3_next", "deepseek_v2"))])
 def test_a_prompt_is_loaded_from_the_store_and_answered_as_from_sglangs_own_cache(
-    opened: Open, kvredis: RunningServer
+    model: str, opened: Open, kvredis: RunningServer
 ) -> None:
-    engine = opened()
+    engine = opened(model)
     cold, came = engine.generate()
     assert came == {}
     assert len(set(cold["tokens"])) > TOKENS // 2, "an answer depends on what is before it"
     own, came = engine.generate()
-    assert came == {"device": WHOLE_PAGES * PAGE}
+    assert came == {"device": FOUND[model]}
     engine("flush")
     warm, came = engine.generate()
-    assert came == {"storage": WHOLE_PAGES * PAGE}
+    assert came == {"storage": FOUND[model]}
     assert own == warm
     assert own["tokens"] == cold["tokens"]
-    damaged(kvredis)
-    engine("flush")
-    computed, came = engine.generate()
-    assert came.get("storage", 0) in range(0, WHOLE_PAGES * PAGE, PAGE), "what is behind the damaged page is computed"
-    assert computed["tokens"] == cold["tokens"]
-    engine("flush")
-    again, came = engine.generate()
-    assert came == {"storage": WHOLE_PAGES * PAGE}, "the page was stored anew"
-    assert again == own
+    with redis.Redis(port=kvredis.port, protocol=2) as client:
+        pools = {key[:-64]: key for key in sorted(client.keys())}  # a page's own name is its hash
+        assert len(pools) == POOLS[model]
+        for key in pools.values():
+            damage(client, key)
+            engine("flush")
+            computed, came = engine.generate()
+            assert came.get("storage", 0) < FOUND[model], "what is behind the damaged page is computed"
+            assert computed["tokens"] == cold["tokens"]
+            engine("flush")
+            again, came = engine.generate()
+            assert came == {"storage": FOUND[model]}, "the page was stored anew"
+            assert again == own
 
 
 @pytest.mark.nightly

@@ -137,7 +137,7 @@ def main() -> None:
                 theirs.close()
             engines[name].send(request)
             answer = engines[name].recv()
-        except OSError as error:  # EOFError is one
+        except (EOFError, OSError) as error:
             answer = {"raised": f"the engine has ended: {type(error).__name__}"}
         ANSWERS.write(json.dumps(answer) + "\n")
         ANSWERS.flush()

@@ -13,7 +13,19 @@ from typing import Any
 
 import torch
 
+from tests.compat.sglang import recurrent
+
 ABSENT = ("torchvision", "torchaudio")
+KERNELS: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        recurrent.causal_conv1d_fn_cpu,
+        recurrent.causal_conv1d_update_cpu,
+        recurrent.fused_gdn_gating_cpu,
+        recurrent.chunk_gated_delta_rule_cpu,
+        recurrent.fused_sigmoid_gating_delta_rule_update_cpu,
+    )
+}
 Tensors = Sequence[torch.Tensor]
 
 
@@ -54,12 +66,15 @@ def install() -> None:
         module.__path__ = []
         module.__getattr__ = kernel  # type: ignore[method-assign]
         sys.modules[name] = module
+    setattr(torch.ops, "sgl_kernel", types.SimpleNamespace(**KERNELS))  # noqa: B010
 
 
 def kernel(name: str) -> Callable[..., Any]:
     """The function of sgl_kernel with this name."""
     if name.startswith("__"):
         raise AttributeError(name)
+    if name in KERNELS:
+        return KERNELS[name]
 
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError(f"sgl_kernel.{name} was not thought to be called on a CPU")
@@ -76,6 +91,39 @@ def replace() -> None:
         for move in (transfer_kv_direct, transfer_kv_all_layer_direct_lf_pf, transfer_kv_per_layer_direct_pf_lf):
             setattr(module, move.__name__, move)
     torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
+    setattr(torch.Tensor, "pin_memory", lambda self: self)  # noqa: B010
+    _attend()
+    from sglang.srt.arg_groups import mamba_hook
+
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def _attend() -> None:
+    """Have torch's attention read windows where they were written, and attend to DeepSeek's latents themselves."""
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.models import qwen2_moe
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = recurrent.fused_gate_sigmoid_mul_add
+    hybrid_linear_attn_backend.track_mamba_states_all_layers = recurrent.track_mamba_states_all_layers
+    FusedRMSNormGated.forward = recurrent.gated_norm
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+
+    def with_windows(run: Callable[..., Any]) -> Callable[..., Any]:
+        def translated(self: Any, *tensors: Any, sliding_window_size: int | None = None, **named: Any) -> Any:
+            query, output, keys, values, req_to_token, *rest = tensors
+            if sliding_window_size is not None and self.use_sliding_window_kv_pool:
+                req_to_token = self.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token)
+            tensors = (query, output, keys, values, req_to_token, *rest)
+            return run(self, *tensors, sliding_window_size=sliding_window_size, **named)
+
+        return translated
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, with_windows(getattr(TorchNativeAttnBackend, name)))
 
 
 def transfer_kv_direct(
