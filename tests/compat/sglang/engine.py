@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 import traceback
+from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ stand_ins.replace()
 FORK = multiprocessing.get_context("fork")
 FLUSHED_S, STEP_S = 30.0, 0.02
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
+    "device": "cpu", "attention_backend": "intel_amx", "sampling_backend": "pytorch", "grammar_backend": "none",
     "skip_tokenizer_init": True, "dtype": "bfloat16", "disable_cuda_graph": True, "disable_overlap_schedule": True,
     "max_total_tokens": 4096, "context_length": 2048, "max_running_requests": 4, "mem_fraction_static": 0.2,
     "page_size": 16, "random_seed": 7, "served_model_name": "tiny", "log_level": "info", "watchdog_timeout": 120,
@@ -69,10 +70,16 @@ class Serving:
         config: dict[str, Any],
         extra: dict[str, Any],
         seed: int = 1,
+        draft_seed: int | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         given = OPTIONS | (options or {})
         given["model_path"] = checkpoint(Path(folder) / "model", config, seed)
+        if draft_seed is not None:
+            given["speculative_draft_model_path"] = checkpoint(Path(folder) / "draft", config, draft_seed)
+        if (ranks := given.get("tp_size", 1)) > 1:
+            processors = cycle(sorted(os.sched_getaffinity(0)))
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(next(processors)) for _ in range(ranks))
         given["hicache_storage_backend_extra_config"] = json.dumps(EXTRA | extra)
         self._engine = Engine(**given)
 

@@ -167,3 +167,12 @@ def track_mamba_states_all_layers(
     chosen = mamba_track_mask[:batch_size]
     for pool in (conv_states_pool, ssm_states_pool):
         pool[:, mamba_track_indices[:batch_size][chosen].long()] = pool[:, cache_indices[:batch_size][chosen].long()]
+
+
+FUNCTIONS = (
+    causal_conv1d_fn_cpu,
+    causal_conv1d_update_cpu,
+    fused_gdn_gating_cpu,
+    chunk_gated_delta_rule_cpu,
+    fused_sigmoid_gating_delta_rule_update_cpu,
+)

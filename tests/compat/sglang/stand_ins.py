@@ -13,18 +13,11 @@ from typing import Any
 
 import torch
 
-from tests.compat.sglang import recurrent
+from tests.compat.sglang import attention, recurrent, speculative
 
 ABSENT = ("torchvision", "torchaudio")
 KERNELS: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (
-        recurrent.causal_conv1d_fn_cpu,
-        recurrent.causal_conv1d_update_cpu,
-        recurrent.fused_gdn_gating_cpu,
-        recurrent.chunk_gated_delta_rule_cpu,
-        recurrent.fused_sigmoid_gating_delta_rule_update_cpu,
-    )
+    each.__name__: each for each in (*attention.FUNCTIONS, *recurrent.FUNCTIONS, *speculative.FUNCTIONS)
 }
 Tensors = Sequence[torch.Tensor]
 
@@ -83,47 +76,27 @@ def kernel(name: str) -> Callable[..., Any]:
 
 
 def replace() -> None:
-    """Once SGLang is imported: have its host pools move their pages without a GPU."""
+    """Once SGLang is imported: have it go without a GPU, and take the backend for AMX, whose kernels these are."""
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.mem_cache import allocation
     from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
+    from sglang.srt.models import qwen2_moe
 
+    runtime_context.get_platform()._install(has_amx=True)
     common._cuda_host_register = lambda *_, **__: None
     for module in (mha, mla, mamba):
         for move in (transfer_kv_direct, transfer_kv_all_layer_direct_lf_pf, transfer_kv_per_layer_direct_pf_lf):
             setattr(module, move.__name__, move)
     torch.cpu.Stream.synchronize = lambda self: None  # type: ignore[attr-defined]
     setattr(torch.Tensor, "pin_memory", lambda self: self)  # noqa: B010
-    _attend()
-    from sglang.srt.arg_groups import mamba_hook
-
-    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
-
-
-def _attend() -> None:
-    """Have torch's attention read windows where they were written, and attend to DeepSeek's latents themselves."""
-    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
-    from sglang.srt.layers.attention import hybrid_linear_attn_backend
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.models import qwen2_moe
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-
-    qwen2_moe.fused_gate_sigmoid_mul_add = recurrent.fused_gate_sigmoid_mul_add
+    allocation.get_last_loc_triton = allocation.get_last_loc_torch
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True  # as of GPUs; what it takes is torch's
     hybrid_linear_attn_backend.track_mamba_states_all_layers = recurrent.track_mamba_states_all_layers
+    qwen2_moe.fused_gate_sigmoid_mul_add = recurrent.fused_gate_sigmoid_mul_add
     FusedRMSNormGated.forward = recurrent.gated_norm
-    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
-
-    def with_windows(run: Callable[..., Any]) -> Callable[..., Any]:
-        def translated(self: Any, *tensors: Any, sliding_window_size: int | None = None, **named: Any) -> Any:
-            query, output, keys, values, req_to_token, *rest = tensors
-            if sliding_window_size is not None and self.use_sliding_window_kv_pool:
-                req_to_token = self.token_to_kv_pool.translate_loc_from_full_to_swa(req_to_token)
-            tensors = (query, output, keys, values, req_to_token, *rest)
-            return run(self, *tensors, sliding_window_size=sliding_window_size, **named)
-
-        return translated
-
-    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
-        setattr(TorchNativeAttnBackend, name, with_windows(getattr(TorchNativeAttnBackend, name)))
 
 
 def transfer_kv_direct(
