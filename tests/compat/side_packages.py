@@ -57,5 +57,5 @@ def _make(folder: Path, requirements: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    for engine in ("vllm", "sglang"):
-        packages(Path(__file__).parent / engine / "requirements.txt", engine)
+    for engine, name in (("vllm", ""), ("sglang", ""), ("sglang", "-engine")):
+        packages(Path(__file__).parent / engine / f"requirements{name}.txt", engine)

@@ -2,7 +2,7 @@
 
 Its storage factory, host pools, hashes and fault injection are the real ones (sglang/program.py), and so are its
 controller of hybrid models with its storage threads, over pools of windows, states, latents and draft models
-(sglang/controller.py). Only the pools' device is the CPU, and there is no engine above them, which needs a GPU.
+(sglang/controller.py). Only the pools' device is the CPU. Whole engines run in test_sglang_engine.py.
 """
 
 import os

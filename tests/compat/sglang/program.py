@@ -3,8 +3,6 @@
 A line of JSON on stdin is a request, a line of JSON on the first stdout its answer.
 """
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import sys
@@ -15,36 +13,11 @@ from typing import Any
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
-
-class Torchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """What SGLang imports of torchvision, which these tests have no use for: names without a meaning."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Answer for torchvision and what is in it."""
-        is_it = fullname.split(".")[0] == "torchvision"
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_it else None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        """Make an empty package whose every name is an empty class."""
-        module = types.ModuleType(spec.name)
-        module.__path__ = []
-        module.__version__ = "0.0"  # type: ignore[attr-defined]
-
-        def named(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__getattr__ = named  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is in it."""
-
-
 import transformers.utils  # noqa: E402, F401  # before the stub: it asks whether torchvision is there
 
-sys.meta_path.append(Torchvision())
+from tests.compat.sglang.stand_ins import Absent  # noqa: E402
+
+sys.meta_path.append(Absent())
 import torch  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
