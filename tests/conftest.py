@@ -11,6 +11,7 @@ asks for have started (tests/server/live.py).
 """
 
 import inspect
+import os
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +29,19 @@ SEEDS = 1
 
 LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "bench/", "cli/", "docs/", "browser/")
 """What takes longest comes first, in this order, so that the processes that share the tests end together."""
+
+
+MEASURED_EXIT_S = 300
+"""How long a process that shares the tests may take to end where coverage is measured: it writes where it has been.
+xdist's own ten seconds are too few beside others."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Wait for what has been measured."""
+    if "COVERAGE_FILE" in os.environ and config.pluginmanager.has_plugin("xdist"):
+        from xdist.workermanage import NodeManager
+
+        NodeManager.EXIT_TIMEOUT = MEASURED_EXIT_S
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
