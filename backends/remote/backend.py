@@ -6,8 +6,8 @@ arena is room for transfers only here: what is reserved in it is given back when
 reader of a GET releases its Lease; or it is committed then, so that a tier nearer than the servers keeps it.
 
 Routes (routing.py) say which server has a key, and where to go when that one says it does not. Connections are opened
-when first needed: one a server for questions, up to `connections` for what is stored, and as many or more for each load
-under way, borrowed for as long as it lasts.
+when first needed: one a server for questions, up to `connections` or a few more for what is stored, as many or more for
+each load under way, and one for each wait (wait_for), borrowed for as long as it lasts.
 
 A RemotePrefetch is what KV.PREFETCH said, and KV.JOB to ask how far it has come. A server that is lost, or has
 forgotten the job, cannot tell any more: then it is finished, because no caller shall wait for it. A map is an array of

@@ -49,8 +49,8 @@ class Touch:
         return chain.from_iterable(self.parts)
 
 
-class Parts:
-    """A value of which parts were sent before it is whole: the server's `number` for it, on one pipeline."""
+class OpenValue:
+    """A value of which ranges were sent before it is whole: KV.RESERVE's `number` for it, on one pipeline."""
 
     __slots__ = ("number", "pipeline", "sent")
 
@@ -69,7 +69,7 @@ class Parts:
 
 
 class SetPipeline:
-    """SETs, parts of values, and touches, in flight on one connection."""
+    """SETs, ranges of values, and touches, in flight on one connection."""
 
     __slots__ = ("_borrower", "connection", "unanswered", "unanswered_bytes")
 
@@ -111,34 +111,34 @@ class SetPipeline:
             else:
                 self.connection.send_set(item.key, *item.pieces)
 
-    def open_parts(self, item: RemoteReservation) -> Parts | None:
+    def open_value(self, item: RemoteReservation) -> OpenValue | None:
         """Have the server keep room for a value that comes in parts, and wait for its answer, as the only one that is
         out. None: it copies nothing out of our memory, or has no room now."""
         if item.offset is None or self._borrower is None:
             return None
         number = self.connection.call(b"KV.RESERVE", item.key, b"%d" % item.nbytes)
-        return Parts(self, number) if isinstance(number, int) else None
+        return OpenValue(self, number) if isinstance(number, int) else None
 
-    def send_part(self, parts: Parts, item: RemoteReservation, start: int, stop: int) -> None:
+    def send_range(self, opened: OpenValue, item: RemoteReservation, start: int, stop: int) -> None:
         """Have the server copy bytes of a value."""
         assert self._borrower is not None
         assert item.offset is not None
-        parts.sent.append((start, stop))
+        opened.sent.append((start, stop))
         self.unanswered.append(None)
-        self._borrower.send_fill(parts.number, start, item.offset + start, stop - start)
+        self._borrower.send_fill(opened.number, start, item.offset + start, stop - start)
 
-    def send_rest(self, parts: Parts, item: RemoteReservation) -> None:
+    def send_rest(self, opened: OpenValue, item: RemoteReservation) -> None:
         """Send what is left of a value, and have it seen."""
-        for start, stop in parts.left(item.nbytes):
-            self.send_part(parts, item, start, stop)
+        for start, stop in opened.left(item.nbytes):
+            self.send_range(opened, item, start, stop)
         self.unanswered.append(item)
         self.unanswered_bytes += item.nbytes
-        self.connection.send((b"KV.COMMIT", b"%d" % parts.number))
+        self.connection.send((b"KV.COMMIT", b"%d" % opened.number))
 
-    def give_up(self, parts: Parts) -> None:
+    def give_up(self, opened: OpenValue) -> None:
         """Want no more of a value of which parts were sent."""
         self.unanswered.append(None)
-        self.connection.send((b"KV.ABORT", b"%d" % parts.number))
+        self.connection.send((b"KV.ABORT", b"%d" % opened.number))
 
     def answers(self, keep: int, keep_bytes: int) -> Iterator[tuple[RemoteReservation | Touch | None, Reply]]:
         """Read answers until `keep` are left, and `keep_bytes` of values or one value; waits for them."""

@@ -34,9 +34,10 @@ PIPELINE_MAX: Final = 256
 
 class Node:
     """A server behind `link`, with one connection for questions, so that a lookup never waits behind a body, and those
-    that are borrowed: up to `connections` for what is stored, and those of a load (load_connections_with). As many as
-    both need stay open when they are idle, or each load behind a pause would wait for a new one: 2 ms where it is to
-    the server's memory (H200's host, profiled). Thread-safe; the questions take turns, nothing else waits for them.
+    that are borrowed: for what is stored (store_connections_with), for a load (load_connections_with), and one for each
+    wait (ask_aside). As many as stores and a load need stay open when they are idle, or each load behind a pause would
+    wait for a new one: 2 ms where it is to the server's memory (H200's host, profiled). Thread-safe; the questions take
+    turns, nothing else waits for them.
     """
 
     def __init__(self, link: Link, connections: int | None = None) -> None:

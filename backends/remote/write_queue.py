@@ -10,7 +10,7 @@ WHY a value keeps its room until its SET is answered: until then it is not on th
 of it is served from here meanwhile, and need not wait for a queue that may be seconds long.
 
 A server that copies out of our memory begins with a value that is not whole yet, where its writer tells which bytes are
-final (Part): room is kept for it on one connection, and its commit there is what makes it visible.
+final (FilledRange): room is kept for it on one connection, and its commit there is what makes it visible.
 
 Values and touches leave in the order in which they came: that an engine stores a prompt tail first, and touches its
 head in between, is what keeps a full server from evicting the head before the tail.
@@ -32,14 +32,14 @@ from kvredis.backends.shm.buffers import LentRoom, RemoteLease, RemoteReservatio
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena
 
-from .pipeline import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, Parts, SetPipeline, Touch
+from .pipeline import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, OpenValue, SetPipeline, Touch
 from .pool import Node
 from .routing import HOPS_MAX, Hop, Routes
 
 logger = logging.getLogger(__name__)
 
 
-class Part:
+class FilledRange:
     """Bytes of a value that are final before it is committed; none (`stop` 0): the value is given up."""
 
     __slots__ = ("keys", "start", "stop", "value")
@@ -52,7 +52,7 @@ class Part:
 
 
 Item = RemoteReservation | Touch
-Queued = Item | Part
+Queued = Item | FilledRange
 Outcome = Literal["stored", "refused", "dropped"]
 
 LEAVING_S: Final = 1.0
@@ -88,7 +88,7 @@ class Sender:
         self._pipelines: list[SetPipeline] = []
         self._turn = 0
         self._flying: set[bytes] = set()  # keys whose SET may be unanswered
-        self._parts: dict[RemoteReservation, Parts | None] = {}  # not committed; None: they go as a whole
+        self._begun: dict[RemoteReservation, OpenValue | None] = {}  # not committed; None: they go as a whole
 
     # ---- called by the write queue, under its lock -------------------------------------------------------------------
 
@@ -156,16 +156,16 @@ class Sender:
 
     def _has_work(self) -> bool:
         with self._changed:
-            linger_s = LINGER_S if self._parts or not self._node.link.is_full else 0.0
+            linger_s = LINGER_S if self._begun or not self._node.link.is_full else 0.0
             self._changed.wait_for(lambda: self._held or self._write_queue.closed or self._leaving, linger_s)
             if self._write_queue.closed or self._leaving:
-                self._parts.clear()  # no more is committed, or not here
-            is_idle = not self._held and not self._parts
+                self._begun.clear()  # no more is committed, or not here
+            is_idle = not self._held and not self._begun
         if is_idle:  # others may have them meanwhile: a server may take no more
             self._node.bring_back([pipeline.connection for pipeline in self._pipelines])
             self._pipelines.clear()
         with self._changed:
-            if not self._held and not self._parts:
+            if not self._held and not self._begun:
                 self._thread = None
             return self._thread is not None
 
@@ -179,15 +179,15 @@ class Sender:
                 return
             if item is not None:
                 self._queue.popleft()
-            if isinstance(item, Part):
+            if isinstance(item, FilledRange):
                 del self._held[item]
             elif item is not None and self._write_queue.is_superseded(item):
                 self._settle(item)
-                item = Part(item) if isinstance(item, RemoteReservation) else None
-        if isinstance(item, Part):
-            self._send_part(item)
+                item = FilledRange(item) if isinstance(item, RemoteReservation) else None
+        if isinstance(item, FilledRange):
+            self._send_range(item)
             return
-        parts = self._parts.pop(item, None) if isinstance(item, RemoteReservation) else None
+        parts = self._begun.pop(item, None) if isinstance(item, RemoteReservation) else None
         if item is None or not self._flying.isdisjoint(item.keys):
             # A value must not be overtaken by an older one on another connection, nor by what touches it.
             for pipeline in self._pipelines:
@@ -207,21 +207,21 @@ class Sender:
             if free.is_full:
                 self._read_answers(free, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
 
-    def _send_part(self, part: Part) -> None:
+    def _send_range(self, part: FilledRange) -> None:
         """Send bytes of a value that is not committed yet. What cannot be sent so is sent with the whole."""
         value = part.value
         if not part.stop:
-            if (parts := self._parts.pop(value, None)) is not None:
+            if (parts := self._begun.pop(value, None)) is not None:
                 parts.pipeline.give_up(parts)
             return
-        if value not in self._parts:
+        if value not in self._begun:
             free = self._next_pipeline()
             if free is not None:
                 self._read_answers(free, 0, 0)
-            self._parts[value] = None if free is None else free.open_parts(value)
-        parts = self._parts[value]
+            self._begun[value] = None if free is None else free.open_value(value)
+        parts = self._begun[value]
         if parts is not None:
-            parts.pipeline.send_part(parts, value, part.start, part.stop)
+            parts.pipeline.send_range(parts, value, part.start, part.stop)
             if parts.pipeline.is_full:
                 self._read_answers(parts.pipeline, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
 
@@ -290,7 +290,7 @@ class Sender:
             sent = {item for pipeline in self._pipelines for item in pipeline.unanswered}
             self._queue.clear()
             for item in tuple(self._held):
-                if isinstance(item, Part):
+                if isinstance(item, FilledRange):
                     del self._held[item]
                 else:
                     self._settle(item, "refused" if item in sent else "dropped")
@@ -301,7 +301,7 @@ class Sender:
             self._node.retire(pipeline.connection)
         self._pipelines.clear()
         self._flying.clear()
-        self._parts = dict.fromkeys(self._parts)  # their rooms have ended with the connections
+        self._begun = dict.fromkeys(self._begun)  # their rooms have ended with the connections
 
 
 class WriteQueue:
@@ -346,7 +346,7 @@ class WriteQueue:
             self._bytes += length if taken else 0
         room = self._staging.reserve(key, length) if taken else None
         if room is not None:
-            return RemoteReservation(key, room, self._take, self._give_up, self._keep, self._take_part)
+            return RemoteReservation(key, room, self._take, self._give_up, self._keep, self._take_range)
         with self.changed:
             self._bytes -= length if taken else 0
             self._counts["dropped"] += not self.closed
@@ -390,18 +390,18 @@ class WriteQueue:
                 self._newest[value.key] = value
             self._append(value, node)
 
-    def _take_part(self, value: RemoteReservation, start: int, stop: int) -> None:
+    def _take_range(self, value: RemoteReservation, start: int, stop: int) -> None:
         node = self._routes().owner(value.key)
         if node.lends_memory:
             with self.changed:
                 if not self.closed:
                     value.has_parts = True
-                    self.pass_on(Part(value, start, stop), node)
+                    self.pass_on(FilledRange(value, start, stop), node)
 
     def _give_up(self, value: RemoteReservation) -> None:
         with self.changed:
             if value.has_parts and not self.closed:
-                self.pass_on(Part(value), self._routes().owner(value.key))
+                self.pass_on(FilledRange(value), self._routes().owner(value.key))
             self._bytes -= len(value.view)
             self._end_hold(value)
 

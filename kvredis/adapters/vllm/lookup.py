@@ -135,8 +135,8 @@ class Lookups:
 
     def wait(self, keys: GroupKeys, count: int, found: Found, sharing: Sharing) -> Question[Found]:
         """Ask the same as `find` did, which `found` that something is coming, once more whenever some of it has come:
-        until all is there, or no engine computes the rest. The answer until then is what is there. It ends when it is
-        cancelled, not before."""
+        until all is there, or no engine computes the rest, or it is cancelled. The answer until then is what is
+        there."""
         question: Question[Found] = Question(lambda: self._wait(question, keys, count, sharing), found)
         self._waiting.submit(question)  # type: ignore[arg-type]
         return question

@@ -195,6 +195,7 @@ class Scheduling:
         self._clock = clock
         self._lookups = Lookups(self.groups, backend)
         self._has_announced = False
+        """Whether something may have to be withdrawn."""
         self._has_other_names = False
         """Whether the log has been told that what an engine hands over is not found here."""
         self._is_late = False

@@ -43,7 +43,7 @@ COPY_HERE_BYTES_MAX: Final = 4 * 1024 * 1024
 """What is copied by the event loop, in about half a millisecond; more than that takes a thread, and each of io_threads
 as much again takes another."""
 SHARED_BYTES_MIN: Final = 1024 * 1024
-"""Where there are io_threads, so much takes one: other connections' copies go on beside it."""
+"""So much takes a thread where there are io_threads: other connections' copies go on beside it."""
 COPY_THREADS_MAX: Final = 4
 """More threads for one copy do not make it faster: of two or four clients' values of 32 MiB four threads each copied 34
 and 41 GB/s, eight 29 and 32, one 14 and 25 (16 cores, an H200's host)."""
