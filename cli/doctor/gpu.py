@@ -9,8 +9,9 @@ import mmap
 from typing import Any
 
 from kvredis.backends.config.schema import Config
+from kvredis.storage.memory.cuda import cuda_driver
 from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES
-from kvredis.storage.memory.page_lock import CudaLock, cuda_driver
+from kvredis.storage.memory.page_lock import CudaLock
 
 from .finding import Finding
 
