@@ -91,7 +91,7 @@ class GpuStats(Counters):
     stored: int = 0
     """Blocks that clients wrote there."""
     stored_bytes: int = 0
-    leased: int = 0
+    leased_blocks: int = 0
     """Blocks that clients read there."""
     leased_bytes: int = 0
     spilled: int = 0
@@ -107,7 +107,7 @@ class GpuStats(Counters):
     """Values that had to wait for room on the GPU."""
     refused: int = 0
     """Values for which there was no room on the GPU."""
-    lost: int = 0
+    lost_blocks: int = 0
     """Blocks that the GPU alone had and did not give: misses."""
     spilling: Times = field(default_factory=Times)
     """Copies to memory, with finding room for them."""

@@ -302,7 +302,7 @@ class GpuTier:
             self._order().touch(entry)
             store.stats.hits += 1
             store.stats.hit_tokens += entry.tokens
-            self.stats.leased += 1
+            self.stats.leased_blocks += 1
             self.stats.leased_bytes += entry.length
             lease = GpuLease(self, block, store.now_s() + limit_s)
             self._limits.add(lease.until_s, lease, self.holds)
@@ -601,7 +601,7 @@ class GpuTier:
                 if not is_elsewhere:
                     lost += 1
                     store.lapse(entry)
-            self.stats.lost += lost
+            self.stats.lost_blocks += lost
             self.is_lost = not answers
         if answers:
             log.warning("GPU memory: a block could not be read and is a miss: %s", error)

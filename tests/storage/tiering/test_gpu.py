@@ -266,7 +266,7 @@ def test_a_failed_copy_is_a_miss_with_a_line_in_the_log(
         assert on.get(b"a") is None
     assert "a block could not be read and is a miss: cuMemcpyDtoHAsync_v2: unspecified launch failure" in caplog.text
     assert on.tier(b"a") is None
-    assert on.gpu.stats.lost == 1
+    assert on.gpu.stats.lost_blocks == 1
     assert on.get(b"b") == on.content(b"b")
 
 

@@ -174,5 +174,5 @@ def test_a_store_with_a_gpu_and_a_disk_agrees_with_a_dict_after_every_step(
     finally:
         walk.tiers.store.close(save=False)
     totals = walk.totals
-    assert min(totals[name] for name in ("stored", "leased", "spilled", "unloaded", "saved", "hits")) > 0, totals
+    assert min(totals[name] for name in ("stored", "leased_blocks", "spilled", "unloaded", "saved", "hits")) > 0, totals
     assert terrain.evicts or totals["evicted"] == totals["spill_dropped"] == 0
