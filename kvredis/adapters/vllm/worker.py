@@ -220,7 +220,7 @@ class PagedWorker:
         those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
         engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
         for job in step.moves.loads:
-            job = LoadJob(job.request, self._loads(job.moves))
+            job = replace(job, moves=self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
         # It takes as long as a load's first MB.
