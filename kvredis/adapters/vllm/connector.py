@@ -182,6 +182,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._facts = engine_facts(kv_cache_config, self._groups) if self._groups else {}
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._has_states = any(group.is_state for group in self._groups)
+        self._computes_failed = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
         self._by_layers = config.use_layerwise and not self._has_states
         self._has_drafts = getattr(vllm_config, "speculative_config", None) is not None
         self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -270,6 +271,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             lookup_s_max=config.blocking_timeout_secs,
             announces=self._role_name == "kv_producer" or (self._role_name == "kv_both" and config.wait_for_kv),
             waits=self._role_name == "kv_consumer" or (self._role_name == "kv_both" and config.wait_for_kv),
+            streams=self._computes_failed and self._is_single and all(g.window is None for g in self._groups),
         )
         narrow = self._worth.narrow if self._worth and is_auto else None
         compute_s = shared.break_even.prefill_s if self._worth and (is_auto or config.wait_for_kv) else None
@@ -307,7 +309,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._scheduling is not None and num_external_tokens > 0:
             self._scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
             self._loads[request.request_id] = time.perf_counter(), num_external_tokens
-            if self._worth is not None:
+            if self._worth is not None and not self._scheduling.awaits(request.request_id):
                 self._worth.load_began(request.request_id)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -514,10 +516,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """Hand over the stores of a forward pass that is launched. Waits for none of them."""
         if self._worker is None:
             return
-        if self._by_layers:
-            self._worker.end_layers()
-        else:
-            self._worker.store(self._get_connector_metadata().step, self._jobs)
+        jobs = [] if self._by_layers else self._jobs  # by layers they have left
+        self._worker.store(self._get_connector_metadata().step, jobs)
         self._jobs = []
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

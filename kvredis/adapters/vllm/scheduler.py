@@ -63,7 +63,8 @@ class SchedulingOptions:
     is stored if that takes less than computing from the one before, and while that is unknown they take as much as the
     prompt's KV. The last one is always stored. A server's answer is waited for as long as computing the
     prompt takes, and never longer than `lookup_s_max`; and as long for KV that another engine computes, if it `waits`
-    for that. With `announces` others hear what this engine computes."""
+    for that. With `announces` others hear what this engine computes. One that `streams` begins to load what others
+    have announced, and waits for each chunk as long as for an answer: for an engine that computes what fails."""
 
     loads: bool = True
     stores: bool = True
@@ -77,6 +78,7 @@ class SchedulingOptions:
     lookup_s_max: float = 10.0
     announces: bool = False
     waits: bool = False
+    streams: bool = False
 
 
 @dataclass(slots=True)
@@ -104,6 +106,8 @@ class Request:
     """Tokens to load behind these."""
     loading: int = 0
     """Tokens of its load, until it is known what became of that."""
+    is_awaited: bool = False
+    """Whether another engine stores some of these meanwhile."""
     asked_attempt: int = -1
     loaded_attempt: int = -1
     tables: list[list[int]] = field(default_factory=list)
@@ -123,7 +127,8 @@ class Step:
     """What one step asks of the workers: plain values that pickle. `taken` are the pages that this step's
     forward or loads write; `is_idle`: it computes nothing. Of requests in `held` the pages that are stored are kept
     until workers tell that they have read them. `weights` are what its keys are of, a digest for each rank
-    (weights.py), none where that is not compared; with `check_weights` each rank looks at all of its own, and tells."""
+    (weights.py), none where that is not compared: with `compares` also where nothing is moved; with `check_weights`
+    each rank looks at all of its own, and tells."""
 
     moves: Moves = field(default_factory=Moves)
     taken: set[int] = field(default_factory=set)
@@ -131,6 +136,7 @@ class Step:
     held: set[str] = field(default_factory=set)
     number: int = 0
     weights: tuple[str, ...] = ()
+    compares: bool = False
     check_weights: bool = False
 
 
@@ -253,7 +259,11 @@ class Scheduling:
         stop = request.computed + external
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
-        self._step.moves.loads.append(LoadJob(name, moves))
+        is_awaited = request.answered.is_awaited and stop > request.keys[0][request.answered.missed or 0].start
+        waits_s = self._patience_s(len(request.prompt.tokens) - request.computed) if is_awaited else 0.0
+        request.is_awaited = is_awaited
+        self.counters["waits"] += is_awaited
+        self._step.moves.loads.append(LoadJob(name, moves, waits_s))
         parts = self._parts_of if request.answered.ranks else None
         self._loading[name] = frozenset(
             [move.key for move in moves] if parts is None else [part for move in moves for part in parts(move)]
@@ -261,6 +271,11 @@ class Scheduling:
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
+
+    def awaits(self, name: str) -> bool:
+        """Whether a request's load takes as long as another engine computes."""
+        request = self._requests.get(name)
+        return request is not None and request.is_awaited
 
     def sources(self, name: str, external: int) -> dict[Tier, int]:
         """Where the tokens of a load come from that `allocated` has been told of; asks no server."""
@@ -302,7 +317,7 @@ class Scheduling:
                 self._offer(self.events, request, parts)
             if moves := [move for part in parts for move in part]:
                 self.counters["store_tokens"] += max(map(self._tokens_of, parts))
-                self._step.moves.stores.append(StoreJob(name, moves, done))
+                self._step.moves.stores.append(StoreJob(name, moves, done, head_first=self._announces(request)))
         if request is not None:
             request.quiet_until = self._next_stored(request)
 
@@ -380,6 +395,7 @@ class Scheduling:
         self._loading.pop(name, None)
         request = self._requests.get(name)
         if request is not None and failed:
+            self.counters["waits_given_up"] += request.is_awaited
             self._offer_again(request)
         elif request is not None:
             self._count_loaded(request)
@@ -544,7 +560,7 @@ class Scheduling:
 
     def _sharing(self, request: Request) -> Sharing:
         prompt, options = request.prompt, self.options
-        announces = options.stores and (options.announces or prompt.for_others)
+        announces = self._announces(request)
         self._has_announced |= announces
         is_ours = bool(prompt.handed_over) and prompt.handed_over == self._name_of(request)
         if prompt.handed_over and not is_ours and not self._has_other_names:
@@ -553,7 +569,11 @@ class Scheduling:
                 "the engine that has computed %s stores KV under other names: its model, weights or chunks are others"
             )
             logger.warning(text, prompt.request)
-        return Sharing(announces, options.waits or is_ours or prompt.is_promised, prompt.is_promised)
+        waits = options.waits or is_ours or prompt.is_promised
+        return Sharing(announces, waits, prompt.is_promised, waits and options.streams and not announces)
+
+    def _announces(self, request: Request) -> bool:
+        return self.options.stores and (self.options.announces or request.prompt.for_others)
 
     def _name_of(self, request: Request) -> str:
         """What all ranks' keys of a prompt's first chunk have in common, "" where it has none."""
@@ -608,9 +628,12 @@ class Scheduling:
         if self._states:
             request.snapshot = found
         self.counters["hit_tokens"] += keys[found - 1].stop if found else 0
-        if self.events is not None and answer.missed is not None and self.groups[0].window is None:
-            self.events.missed([keys[answer.missed].key])
+        is_missed = answer.missed is not None and not answer.is_awaited
+        if self.events is not None and is_missed and self.groups[0].window is None:
+            self.events.missed([keys[answer.missed or 0].key])
         self.counters["lookups_without_hit"] += not found
+        # An engine that stores nothing would otherwise look for KV of weights that it has no more, and find none.
+        self._step.compares |= not found and not self.options.stores
         if found:
             self.hit_rates.append(keys[found - 1].stop / total)
 

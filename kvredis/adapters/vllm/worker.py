@@ -176,6 +176,8 @@ class PagedWorker:
 
     def before(self, step: Step) -> None:
         """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
+        if self._check is not None and self._check.done():
+            self._check.holds()
         if self.weights is not None and (step.check_weights or self.weights.is_suspect):
             self._compare(step)
         for name in step.moves.cancelled:
@@ -219,7 +221,7 @@ class PagedWorker:
         those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
         engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
         for job in step.moves.loads:
-            job = LoadJob(job.request, self._loads(job.moves))
+            job = replace(job, moves=self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
         # It takes as long as a load's first MB.
@@ -256,21 +258,17 @@ class PagedWorker:
         return [job if check is None else replace(job, is_sound=check.holds) for job in jobs]
 
     def store(self, step: Step, jobs: Sequence[StoreJob]) -> None:
-        """Behind the forward pass, which is still running on a GPU: store what it has computed. While it runs the
-        weights are compared: before it that would be a millisecond or two of the first token."""
+        """Behind the forward pass, which is still running on a GPU: store what it has computed, and end the stores of
+        layers that have left one by one. While it runs the weights are compared: before it that would be a millisecond
+        or two of the first token."""
         after = self.launched() if jobs else None
-        self._read_by([self.mover.store(job, after) for job in self.compared(step, jobs)])
-
-    def end_layers(self) -> None:
-        """Behind the forward pass, whose layers were stored one by one: no more are computed."""
-        self._read_by(self.mover.end_layers())
-
-    def _read_by(self, states: Sequence[JobState]) -> None:
-        """Tell of the step's stores when they are over: these, and at once those of which this rank stores nothing."""
+        if step.compares:
+            self._compare(step)
+        states = [*self.mover.end_layers(), *(self.mover.store(job, after) for job in self.compared(step, jobs))]
         for state in states:
             if state.request in self._unread:
                 self._reading[state.request, self._unread.pop(state.request)] = state
-        self._results.over += [StoreOver(*each) for each in self._unread.items()]
+        self._results.over += [StoreOver(*each) for each in self._unread.items()]  # this rank stores nothing of them
         self._unread.clear()
         self._to_store = set()
 

@@ -147,13 +147,11 @@ def test_a_worker_without_recurrent_layers_tells_of_the_stores_whose_pages_are_h
         for place in worker.places.values():
             worker.mover.save_layer(place, jobs)
         assert worker.results().over == [], "the forward pass comes first"
-        worker.end_layers()
-    else:
-        worker.store(step, jobs)
+    worker.store(step, [] if by_layers else jobs)
     assert worker.mover.settle(WAIT_S)
     assert [(over.request, over.step) for over in worker.results().over] == [("r", 7)]
     step = Step(Moves(stores=stores), held={"s"}, number=8)
     worker.stores(step)
-    worker.end_layers()  # no layer was told of
+    worker.store(step, [])  # no layer was told of
     assert [(over.request, over.step) for over in worker.results().over] == [("s", 8)], "nothing reads its pages"
     worker.close()
