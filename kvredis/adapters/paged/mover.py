@@ -140,11 +140,14 @@ class ChunkMover:
             if states:
                 self._submit(self._storer, self.layer_stores)
 
-    def end_layers(self) -> None:
-        """End the step's stores by layers: they go on in the background; those that lack a layer are given up."""
-        if self.layer_stores is not None:
-            self.layer_stores.finish()
-        self.layer_stores = None
+    def end_layers(self) -> Sequence[JobState]:
+        """End the step's stores by layers: they go on in the background; those that lack a layer are given up. Of what
+        is returned `over` says when its pages are read no more."""
+        stores, self.layer_stores = self.layer_stores, None
+        if stores is None:
+            return ()
+        stores.finish()
+        return stores.jobs
 
     # ---- all of it ---------------------------------------------------------------------------------------------------
 

@@ -125,13 +125,15 @@ class Request:
 @dataclass(slots=True)
 class Step:
     """What one step asks of the workers: plain values that pickle. `taken` are the pages that this step's
-    forward or loads write; `is_idle`: it computes nothing. `weights` are what its keys are of, a digest for each rank
+    forward or loads write; `is_idle`: it computes nothing. Of requests in `held` the pages that are stored are kept
+    until workers tell that they have read them. `weights` are what its keys are of, a digest for each rank
     (weights.py), none where that is not compared: with `compares` also where nothing is moved; with `check_weights`
     each rank looks at all of its own, and tells."""
 
     moves: Moves = field(default_factory=Moves)
     taken: set[int] = field(default_factory=set)
     is_idle: bool = True
+    held: set[str] = field(default_factory=set)
     number: int = 0
     weights: tuple[str, ...] = ()
     compares: bool = False
@@ -497,6 +499,11 @@ class Scheduling:
         nothing."""
         request = self._requests.get(name)
         return self._name_of(request) if request is not None and self.options.stores else ""
+
+    def is_for_others(self, name: str) -> bool:
+        """Whether another engine waits for what is stored of a request."""
+        request = self._requests.get(name)
+        return request is not None and request.prompt.for_others
 
     def has_grown(self, name: str, tokens: int) -> bool:
         """Whether a request that has so many tokens now has whole chunks that `follow` does not know of yet."""
