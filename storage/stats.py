@@ -97,6 +97,9 @@ class GpuStats(Counters):
     spilled: int = 0
     """Blocks copied to memory: for a reader without a GPU, or ahead of need."""
     spilled_bytes: int = 0
+    promoted: int = 0
+    """Blocks copied to the GPU, since clients there lease them again."""
+    promoted_bytes: int = 0
     unloaded: int = 0
     """Blocks that left the GPU without a copy, since they were elsewhere too."""
     spill_dropped: int = 0

@@ -5,6 +5,9 @@ arena; the server copies only what must move. An entry's place on the GPU stands
 may have any of the three. One whose bytes are on the GPU alone is *away*, like one on disk alone, and comes into memory
 in the same way when a client asks for it that has no GPU: a transfer, which later readers join.
 
+A block in memory that clients with a GPU lease again is copied to the GPU, where room is free or becomes free by what
+is elsewhere too.
+
 Room on the GPU is made as memory makes room with a disk below it. The coldest blocks are copied to memory ahead of
 need, by a policy of the store's own kind, and leave at once when room is wanted. When blocks come faster than copies
 go, a writer waits a bounded time, and then the coldest leave uncopied and are counted. What has left the GPU goes from
@@ -23,7 +26,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Final
 
-from kvredis.storage.background import IoThreads
+from kvredis.storage.background import IoThreads, Priority
 from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, SLACK_BYTES, Entry, Reservation, extent_length
 from kvredis.storage.errors import DeviceError, KVRedisError
 from kvredis.storage.eviction.base import Policy
@@ -44,6 +47,13 @@ THREADS: Final = 2
 
 QUEUE_JOBS_MAX: Final = 8192
 QUEUE_BYTES_LOW: Final = 1024**3
+
+LIFTED_HITS_MIN: Final = 2
+"""A block that lies in memory is copied to the GPU when a client with a GPU leases it and this is a further use: most
+blocks are read once, and then the copy to the GPU is work for nothing."""
+
+LIFTED_PART: Final = 8
+"""Blocks on their way to the GPU may take an eighth of its memory: what comes beyond that is leased again."""
 
 AHEAD_PART: Final = 8
 AHEAD_BYTES_MAX: Final = 1024**3
@@ -184,6 +194,8 @@ class GpuTier:
         self._kind = store.policy.name
         self._limits: Deadlines[GpuLease] = Deadlines(lambda _, lease: lease.held)
         self._abandoned: list[tuple[float, GpuReservation]] = []
+        self._lifting: set[Entry] = set()
+        self._lifting_bytes = 0
         self._ahead_bytes = min(arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX)
         self._taken_bytes = 0  # since the coldest were last looked through
         self._on_room: Callable[[], None] = lambda: None
@@ -338,6 +350,26 @@ class GpuTier:
             self._lose(block, error)
             return False
         return True
+
+    def lift(self, entries: Iterable[Entry]) -> None:
+        """Have blocks copied to the GPU that a client with a GPU has just leased in memory, as far as they are used
+        again and there is room for them by itself or by what is elsewhere too."""
+        store, most_bytes = self.store, self.arena.nbytes // LIFTED_PART
+        for entry in entries:
+            nbytes = place_length(entry.length)
+            if entry.hits < LIFTED_HITS_MIN or self.is_lost or self._lifting_bytes + nbytes > most_bytes:
+                continue
+            with store.lock:
+                if not self._may_lift(entry) or (place := self._place(nbytes, drop=False)) is None:
+                    continue
+                self.reserved_bytes += nbytes
+                self._lifting_bytes += nbytes
+                self._lifting.add(entry)
+                entry.leases += 1
+                store.leases += 1
+            job = partial(self._lift, entry, place)
+            if self.io.submit(Priority.SPILL, entry.length, job) is None:
+                self._lifted(entry, place, is_written=False)
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -501,6 +533,14 @@ class GpuTier:
                 left.append((until_s, reservation))
         self._abandoned = left
 
+    def _may_lift(self, entry: Entry) -> bool:
+        return (
+            entry.extent is not NOWHERE
+            and entry not in self._blocks
+            and entry not in self._lifting
+            and self.store.index.get(entry.key, entry.space) is entry
+        )
+
     # ---- making room -------------------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int, *, urgent: bool) -> None:
@@ -567,6 +607,34 @@ class GpuTier:
         if not given:
             raise GpuLost
 
+    def _lift(self, entry: Entry, place: Extent) -> None:
+        """Copy a block to the GPU; it is held in memory meanwhile."""
+        start = entry.extent.offset + PAYLOAD_OFFSET_BYTES
+        is_written = False
+        try:
+            self.arena.write(place.offset, self.store.arena.view[start : start + entry.length])
+            is_written = True
+        except DeviceError as error:
+            self._give_up_if_dead(error)
+        finally:
+            self._lifted(entry, place, is_written=is_written)
+
+    def _lifted(self, entry: Entry, place: Extent, *, is_written: bool) -> None:
+        """Let the place be the entry's, if it is still what it was."""
+        store = self.store
+        with store.lock:
+            self.reserved_bytes -= place.length
+            self._lifting_bytes -= place.length
+            self._lifting.discard(entry)
+            is_there = store.index.get(entry.key, entry.space) is entry
+            if is_written and is_there and not self.is_lost and entry not in self._blocks:
+                self._enter(entry, place)
+                self.stats.promoted += 1
+                self.stats.promoted_bytes += entry.length
+            else:
+                self.allocator.free(place)
+            store.unhold(entry)
+
     def _memory_for(self, length: int, *, drop: bool) -> Extent | None:
         """An extent of memory for a block that comes, counted as a reservation."""
         store, nbytes = self.store, extent_length(length)
@@ -582,17 +650,33 @@ class GpuTier:
         self.store.reserved_bytes -= extent.length
         self.store.allocator.free(extent)
 
+    def _give_up_if_dead(self, error: DeviceError) -> None:
+        """The GPU has refused a block: it is given up if it answers nothing any more."""
+        if not self._is_closed and not self.arena.answers():
+            self._leave_all(error)
+
     def _lose(self, block: Block, error: DeviceError) -> None:
         """Let go of a block that the GPU did not give, and of all if it answers nothing any more."""
         if self._is_closed:
             return
-        store, answers = self.store, self.arena.answers()
+        if not self.arena.answers():
+            self._leave_all(error)
+            return
+        self._forget_lost([block])
+        log.warning("GPU memory: a block could not be read and is a miss: %s", error)
+
+    def _leave_all(self, error: DeviceError) -> None:
+        with self.store.lock:
+            was_lost, self.is_lost = self.is_lost, True
+        if not was_lost:
+            lost = self._forget_lost(list(self._blocks.values()))
+            log.error("GPU memory: the GPU answers nothing any more and is given up, with %d blocks: %s", lost, error)
+
+    def _forget_lost(self, blocks: Sequence[Block]) -> int:
+        """Let blocks have no place on the GPU any more; those that are nowhere else are gone. How many those are."""
+        store, lost = self.store, 0
         with store.lock:
-            if self.is_lost:
-                return
-            leaving = [block] if answers else list(self._blocks.values())
-            lost = 0
-            for each in leaving:
+            for each in blocks:
                 entry = each.entry
                 if self._blocks.get(entry) is not each:
                     continue
@@ -602,11 +686,7 @@ class GpuTier:
                     lost += 1
                     store.lapse(entry)
             self.stats.lost_blocks += lost
-            self.is_lost = not answers
-        if answers:
-            log.warning("GPU memory: a block could not be read and is a miss: %s", error)
-        else:
-            log.error("GPU memory: the GPU answers nothing any more and is given up, with %d blocks: %s", lost, error)
+        return lost
 
 
 def place_length(length: int) -> int:

@@ -391,6 +391,8 @@ GPU: Final = (
     _of_gpu("leased_bytes", "leased_bytes", "Of those.", Kind.COUNTER),
     _of_gpu("spilled_blocks", "spilled", "Blocks copied to memory, for a reader or to make room.", Kind.COUNTER),
     _of_gpu("spilled_bytes", "spilled_bytes", "Of those.", Kind.COUNTER),
+    _of_gpu("promoted_blocks", "promoted", "Blocks copied to the GPU, leased again by clients there.", Kind.COUNTER),
+    _of_gpu("promoted_bytes", "promoted_bytes", "Of those.", Kind.COUNTER),
     _of_gpu("spill_dropped_blocks", "spill_dropped", "Left uncopied: room was wanted sooner.", Kind.COUNTER),
     _of_gpu("spill_waits", "spill_waits", "Values that waited for room on the GPU.", Kind.COUNTER),
     _of_gpu("refused_blocks", "refused", "Values for which there was no room on the GPU.", Kind.COUNTER),

@@ -166,6 +166,7 @@ def _lease_on_gpu_too(
         if elsewhere:
             found, run = session.store.lease_run(elsewhere, session.space, limit_s)
             replies.append(_kept(session, client, elsewhere[:], found, run))
+            gpu.used_in_memory(found)
             elsewhere.clear()
 
     for key in keys:

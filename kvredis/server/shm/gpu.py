@@ -25,6 +25,8 @@ from kvredis.server.client.client import Client, Host
 from kvredis.server.net.zerocopy import peer_pid
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import Reply, bulk, error, integer
+from kvredis.storage.entry import Entry
+from kvredis.storage.lease_many import Found
 from kvredis.storage.store import Store
 from kvredis.storage.tiering.gpu import SPILL_WAIT_S, GpuLease, GpuReservation, GpuTier, place_length
 
@@ -77,6 +79,10 @@ class GpuClient:
         held.sort(key=_limit_s)
         self._held_bytes += lease.nbytes
         return b"*3\r\n:%d\r\n:%d\r\n$3\r\ngpu\r\n" % (self.base + lease.offset, lease.length)
+
+    def used_in_memory(self, found: Sequence[Found]) -> None:
+        """Note what the client was given in memory, since it was not on the GPU: it may come there."""
+        self._tier.lift(entry for entry in found if isinstance(entry, Entry))
 
     def release(self, words: Sequence[bytes]) -> tuple[list[bytes], int]:
         """End the lease at each address that is on the GPU, as AttachedClient.release: the words that mean none there,

@@ -121,6 +121,17 @@ async def test_more_is_stored_than_the_gpu_holds_and_all_of_it_is_read(loop: str
             assert await client.ask("GET", f"k{number}") == pattern(MIB, number)
 
 
+async def test_a_value_in_memory_that_is_leased_again_comes_to_the_gpu(loop: str, tmp_path: Path) -> None:
+    async with GpuServer(tmp_path) as live, on_gpu(live) as client:
+        await client.ask("SET", "k", OLD)
+        for _ in range(2):
+            ((offset, _length),) = await client.ask("KV.LEASE", 0, "k")
+            await client.ask("KV.RELEASE", offset)
+        await until(lambda: live.gpu.stats.promoted)
+        (place,) = await client.ask("KV.LEASE", 0, "k")
+        assert client.bytes_at(place) == OLD
+
+
 async def test_a_transaction_and_mget_read_what_is_on_the_gpu(loop: str, tmp_path: Path) -> None:
     async with GpuServer(tmp_path) as live, on_gpu(live) as client:
         await client.put("a", OLD)

@@ -307,3 +307,65 @@ def test_what_is_saved_is_read_from_the_gpu_and_comes_back_after_a_crash(fails: 
 
 def test_a_value_that_memory_could_never_take_is_refused(on: OnGpu) -> None:
     assert on.gpu.reserve(b"a", 4 * MIB, drop=True) is None
+
+
+def test_a_block_in_memory_comes_to_the_gpu_when_clients_there_lease_it_again(on: OnGpu) -> None:
+    assert on.store.put(b"a", on.content(b"a"))
+    entry = on.store.index.get(b"a", 0)
+    assert entry is not None
+    for uses, there in ((1, False), (2, True)):
+        lease = on.store.lease(b"a")
+        assert lease is not None
+        assert entry.hits == uses
+        on.gpu.lift([entry])
+        on.io.run()
+        lease.release()
+        assert on.gpu.has(entry) is there
+    lease_there = on.gpu.lease(b"a", 0, 5.0)
+    assert lease_there is not None
+    assert on.at(lease_there.offset) == on.content(b"a")
+    lease_there.release()
+    on.gpu.lift([entry])
+    assert on.io.run() == 0, "it is there"
+
+
+def test_a_block_that_changes_on_its_way_to_the_gpu_does_not_arrive(on: OnGpu) -> None:
+    assert on.store.put(b"a", on.content(b"a"))
+    entry = on.store.index.get(b"a", 0)
+    assert entry is not None
+    entry.hits = 2
+    on.gpu.lift([entry])
+    assert not on.store.patch(b"a", 0, b"new")
+    on.store.delete([b"a"])
+    on.io.run()
+    assert on.gpu.used_bytes == on.store.used_bytes == 0
+
+
+def test_no_block_leaves_the_gpu_unread_for_one_that_memory_has(on: OnGpu) -> None:
+    on.put(*keys(BLOCKS))
+    assert on.store.put(b"a", on.content(b"a"))
+    entry = on.store.index.get(b"a", 0)
+    assert entry is not None
+    entry.hits = 2
+    on.gpu.lift([entry])
+    assert not on.gpu.has(entry)
+    on.io.run()
+    assert on.get(b"k0") == on.content(b"k0")
+    on.gpu.lift([entry])
+    on.io.run()
+    assert on.gpu.has(entry)
+    assert on.tier(b"k0") == "memory"
+
+
+def test_a_gpu_that_dies_as_a_block_comes_is_given_up(on: OnGpu, fails: Path) -> None:
+    on.put(b"b")
+    assert on.store.put(b"a", on.content(b"a"))
+    entry = on.store.index.get(b"a", 0)
+    assert entry is not None
+    entry.hits = 2
+    on.gpu.lift([entry])
+    fails.write_text("-1")
+    on.io.run()
+    assert on.gpu.is_lost
+    assert on.gpu.used_bytes == 0
+    assert on.get(b"a") == on.content(b"a")

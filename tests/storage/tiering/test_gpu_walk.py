@@ -98,6 +98,11 @@ class GpuWalk(Walk):
         if self.gpu_leases:
             self.gpu_leases.pop(self.rng.randrange(len(self.gpu_leases)))[0].release()
 
+    def gpu_lift(self) -> None:
+        entries = [entry for _ in range(3) if (entry := self.store.find(*self.name())) is not None]
+        self.follow()
+        self.gpu.lift(entries)
+
     def gpu_work(self) -> None:
         self.tiers.io.run(5)
 
@@ -110,7 +115,7 @@ class GpuWalk(Walk):
             self.fails.write_text("1")
         steps: list[tuple[Callable[[], None], int]] = [
             (super().act, 60), (self.gpu_reserve, 20), (self.gpu_finish, 4), (self.gpu_lease, 12),
-            (self.gpu_release, 6), (self.gpu_work, 0 if self.nested else 8),
+            (self.gpu_release, 6), (self.gpu_lift, 8), (self.gpu_work, 0 if self.nested else 8),
         ]  # fmt: skip
         self.follow()
         self.rng.choices([step for step, _ in steps], [weight for _, weight in steps])[0]()
@@ -174,5 +179,8 @@ def test_a_store_with_a_gpu_and_a_disk_agrees_with_a_dict_after_every_step(
     finally:
         walk.tiers.store.close(save=False)
     totals = walk.totals
-    assert min(totals[name] for name in ("stored", "leased_blocks", "spilled", "unloaded", "saved", "hits")) > 0, totals
+    assert (
+        min(totals[name] for name in ("stored", "leased_blocks", "promoted", "spilled", "unloaded", "saved", "hits"))
+        > 0
+    ), totals
     assert terrain.evicts or totals["evicted"] == totals["spill_dropped"] == 0
