@@ -215,7 +215,7 @@ class ChunkMover:
         log_speed(logger, "Retrieved", job.tokens, job.nbytes, time.monotonic() - began_s, job.request)
         if error is not None:
             self.counters.add(errors=1)
-            logger.warning("KV of another engine is not waited for: %s", error, exc_info=error)
+            logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)
         return 0
 
     def _admit(self, job: JobState) -> bool:

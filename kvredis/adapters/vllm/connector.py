@@ -37,7 +37,8 @@ from .handshake import Handshake, agreed_groups, engine_facts
 from .held_pages import HeldPages, StoreOver
 from .kv_layout import LayerGroup, NoStates
 from .metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
-from .scheduler import Scheduling, SchedulingOptions, Step
+from .request import SchedulingOptions, Step
+from .scheduler import Scheduling
 from .shared import Shared, join, leave
 from .stored_events import Removed, Stored
 from .weights import KeyWeights, WeightsReport, WeightsWatch

@@ -32,7 +32,7 @@ from kvredis.backends.base import Backend
 
 from .held_pages import StoreOver
 from .kv_layout import LayerGroup, in_order, paged_view, split_anew, state_view
-from .scheduler import Step
+from .request import Step
 from .weights import Check, WeightsWatch
 
 

@@ -9,7 +9,7 @@ from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, Moves, MovingOptions, StoreJob
 from kvredis.adapters.vllm.held_pages import HELD_PART, HeldPages, StoreOver
 from kvredis.adapters.vllm.kv_layout import layer_groups
-from kvredis.adapters.vllm.scheduler import Step
+from kvredis.adapters.vllm.request import Step
 from kvredis.adapters.vllm.worker import PagedWorker
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, MambaSpec, names

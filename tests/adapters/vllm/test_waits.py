@@ -10,7 +10,8 @@ import pytest
 
 from kvredis.adapters.engine.keys import key_of_shard
 from kvredis.adapters.vllm import lookup
-from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import Scheduling
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
