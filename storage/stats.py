@@ -4,28 +4,10 @@ benches."""
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+from ._core import Times as Times
+
 POWERS = 64
 """Times are counted by their bit length in ns; one of 2**63 ns does not occur."""
-
-
-@dataclass(slots=True)
-class Times:
-    """How long something took, each time: a count for each power of two, because adding is all that it may cost."""
-
-    nanoseconds: int = 0
-    counts: list[int] = field(default_factory=lambda: [0] * POWERS)
-    """By the bit length of their nanoseconds: counts[n] took less than 2**n ns and at least half of that."""
-
-    def add(self, seconds: float) -> None:
-        """Enter one; a clock that went back took no time."""
-        nanoseconds = int(seconds * 1e9) if seconds > 0 else 0
-        self.nanoseconds += nanoseconds
-        self.counts[nanoseconds.bit_length()] += 1
-
-    def reset(self) -> None:
-        """Forget all of them."""
-        self.nanoseconds = 0
-        self.counts = [0] * POWERS
 
 
 @dataclass(slots=True)

@@ -40,8 +40,9 @@ def test_where_there_is_a_compiler_the_extensions_are_built_and_not_older_than_t
     spec = importlib.util.find_spec(name)
     assert spec is not None, f"{name} is not built: make test builds it"
     assert spec.origin is not None
-    source = Path(__file__).parents[1] / (name.replace(".", "/") + ".c")
-    assert Path(spec.origin).stat().st_mtime_ns >= source.stat().st_mtime_ns, f"{name} is old: make test"
+    place = Path(__file__).parents[1] / name.replace(".", "/")
+    for source in filter(Path.exists, map(place.with_suffix, (".c", ".pyx", ".pxd"))):
+        assert Path(spec.origin).stat().st_mtime_ns >= source.stat().st_mtime_ns, f"{name} is old: make test"
     kind, reader = in_use("1")
     assert kind != "python"
     assert reader == "plain_commands"

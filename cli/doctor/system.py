@@ -34,7 +34,7 @@ ASK_S = 2.0
 
 EXTENSIONS = (
     "kvredis.storage.memory._native",
-    "kvredis.storage._leasing",
+    "kvredis.storage._core",
     "kvredis.backends.resp._recvmsg",
     "kvredis.server.protocol._plain",
 )

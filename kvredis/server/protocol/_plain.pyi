@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvredis.server.shm.attach import Held, Room
-from kvredis.storage.entry import LeaseRun
-from kvredis.storage.lease_many import Found, Place
+from kvredis.storage.entry import Found, LeaseRun, Place
 
 def plain_commands(data: bytes, /) -> tuple[list[list[bytes]], int, bool]: ...
 def answer_gets(

@@ -28,9 +28,8 @@ from kvredis.server.commands.registry import Command
 from kvredis.server.net.listeners import Listeners, uid_of
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import Buffer, bulk, error, integer, joined, map_reply
-from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun, extent_length
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, Found, LeaseRun, Place, extent_length
 from kvredis.storage.errors import ArenaError
-from kvredis.storage.lease_many import Found, Place
 from kvredis.storage.memory.copy import NATIVE_WANTED
 from kvredis.storage.store import Store
 

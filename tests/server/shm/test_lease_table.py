@@ -10,8 +10,7 @@ import pytest
 
 from kvredis.server.shm import attach as lease_table
 from kvredis.server.shm.attach import Held, Shared, keep_in_python, take_in_python
-from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
-from kvredis.storage.lease_many import Found
+from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, Found, LeaseRun
 from kvredis.storage.memory.allocator import Extent
 
 PLENTY = (1 << 40, 1000)
