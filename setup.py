@@ -27,6 +27,8 @@ class Build(build_ext):
 
 COMPILED = [
     Extension("kvredis.storage._core", ["storage/_core.pyx"]),
+    Extension("kvredis.server.protocol._hot", ["kvredis/server/protocol/_hot.pyx"]),
+    Extension("kvredis.server.shm._places", ["kvredis/server/shm/_places.pyx"]),
 ]
 
 setup(
@@ -34,7 +36,6 @@ setup(
     ext_modules=[
         Extension("kvredis.storage.memory._native", ["storage/memory/_native.c"], optional=True),
         Extension("kvredis.backends.resp._recvmsg", ["backends/resp/_recvmsg.c"], optional=True),
-        Extension("kvredis.server.protocol._plain", ["kvredis/server/protocol/_plain.c"], optional=True),
         *cythonize(COMPILED, build_dir="build/cython"),
     ],
 )

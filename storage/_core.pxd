@@ -1,5 +1,22 @@
 """What storage/_core.pyx lends to the server's hot path, which is compiled too: fields and steps without a frame."""
 
+from cpython.long cimport PyLong_AsSsize_t
+from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
+
+
+cdef enum:
+    PAYLOAD_OFFSET = 512
+
+
+cdef inline Py_ssize_t offset_of(object extent) except -1:
+    assert PyTuple_Check(extent) and PyTuple_GET_SIZE(extent) == 2
+    return PyLong_AsSsize_t(<object> PyTuple_GET_ITEM(extent, 0))
+
+
+cdef inline Py_ssize_t length_of(object extent) except -1:
+    assert PyTuple_Check(extent) and PyTuple_GET_SIZE(extent) == 2
+    return PyLong_AsSsize_t(<object> PyTuple_GET_ITEM(extent, 1))
+
 
 cdef class Times:
     cdef public long long nanoseconds

@@ -15,9 +15,7 @@ from contextlib import suppress
 
 from cpython.dict cimport PyDict_DelItem, PyDict_SetItem
 from cpython.exc cimport PyErr_Clear, PyErr_ExceptionMatches
-from cpython.long cimport PyLong_AsSsize_t
 from cpython.object cimport PyObject
-from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
 
 from .database import SPACES, Database, unplaced
 from .memory.extent import Extent
@@ -29,7 +27,6 @@ cdef extern from "Python.h":
 
 cdef enum:
     INLINE_MAX = 16 * 1024
-    PAYLOAD_OFFSET = 512
     SLACK = 2
     OVERHEAD = 256
     GRAIN = 4096
@@ -51,16 +48,6 @@ assert LOOKED_AT_BYTES == LOOKED_AT
 NOWHERE = Extent(0, 0)
 cdef object nowhere = NOWHERE
 cdef object new_tuple = tuple.__new__
-
-
-cdef inline Py_ssize_t offset_of(object extent) except -1:
-    assert PyTuple_Check(extent) and PyTuple_GET_SIZE(extent) == 2
-    return PyLong_AsSsize_t(<object> PyTuple_GET_ITEM(extent, 0))
-
-
-cdef inline Py_ssize_t length_of(object extent) except -1:
-    assert PyTuple_Check(extent) and PyTuple_GET_SIZE(extent) == 2
-    return PyLong_AsSsize_t(<object> PyTuple_GET_ITEM(extent, 1))
 
 
 cdef inline object extent_at(Py_ssize_t offset, Py_ssize_t length):

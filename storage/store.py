@@ -5,7 +5,7 @@ across a copy or I/O, because callers fill and read the arena through the views 
 they hold. Ordinary outcomes (a miss, no room) are None or a count.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise, takewhile
 
@@ -119,15 +119,6 @@ class Store(StoreState):
             return True
 
     # ---- reading -------------------------------------------------------------------------------------------------
-
-    def small_hits(self, space: int) -> tuple[dict[bytes, Entry], Callable[[Entry], None], Callable[[], float]]:
-        """What native code needs for a run of hits on small values without an end: the entries of a database, what
-        orders a use, and the clock. What `fetch` does there in the same case is then done for each (its `hits` and
-        `accessed_s` too); the caller adds the run to `stats.hits`."""
-        if self._put_off_entries:
-            with self.lock:
-                self.catch_up()  # those lookups were before
-        return self._spaces[space], self.inline_policy.touch, self.now_s
 
     def fetch_untouched(self, key: bytes, space: int = 0) -> bytes | Lease | None:
         """`fetch` for a reader who must not keep a block alive by looking at it: CLIENT NO-TOUCH."""

@@ -36,7 +36,8 @@ EXTENSIONS = (
     "kvredis.storage.memory._native",
     "kvredis.storage._core",
     "kvredis.backends.resp._recvmsg",
-    "kvredis.server.protocol._plain",
+    "kvredis.server.protocol._hot",
+    "kvredis.server.shm._places",
 )
 
 METRICS_PORT = "metrics port"

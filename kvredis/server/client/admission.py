@@ -274,6 +274,17 @@ class Admission:
         """How many clients hold room for values that are not complete."""
         return sum(bool(session.reservations) for session in self._receiving)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no client waits for its turn, or has just been given it: then a value may come in that is within the
+        share of them all."""
+        return not (self.queue or self._called or self._signs)
+
+    def begin_receiving(self, session: Client) -> None:
+        """Note that a client, which has not waited, has been given room for a value that is not complete."""
+        if session not in self._receiving:
+            self._begin_receiving(session, None)
+
     def open_payload(self, session: Client, args: list[Argument], length: int) -> Room | None:
         """Whether argument number len(args) of the command being read goes into the arena, and where: REFUSED when
         there is no room, Blocked when others must finish first."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Final, Protocol
 
+from kvredis.server.protocol._hot import CallTimes
 from kvredis.storage.stats import POWERS, Times
 
 SAMPLES = 16
@@ -22,10 +23,10 @@ ERRORS_MAX = 128
 """Different error codes that are counted by name: Redis' bound on errorstats."""
 
 
-class CommandStats(Times):
+class CommandStats(CallTimes):
     """One command's share. `nanoseconds` is the time in its handler and in gathering its reply."""
 
-    __slots__ = ("calls", "failed_calls", "rejected_calls")
+    __slots__ = ()
 
     def __init__(self, *, calls: int = 0, nanoseconds: int = 0, rejected_calls: int = 0, failed_calls: int = 0) -> None:
         super().__init__(nanoseconds)
@@ -34,12 +35,6 @@ class CommandStats(Times):
         """Refused before the handler ran: arity, authentication."""
         self.failed_calls = failed_calls
         """Answered with an error by the handler."""
-
-    def observe(self, calls: int, nanoseconds: int) -> None:
-        """Enter a run of `calls` >= 1 calls that took so long together."""
-        self.calls += calls
-        self.nanoseconds += nanoseconds
-        self.counts[(nanoseconds // calls).bit_length()] += calls
 
     def histogram(self) -> list[tuple[int, int]]:
         """(microseconds, calls that took no longer), for every bucket that adds some. The edges are those of Redis,
