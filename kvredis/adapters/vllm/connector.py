@@ -508,10 +508,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """Hand over the stores of a forward pass that is launched. Waits for none of them."""
         if self._worker is None:
             return
-        if self._by_layers:
+        if self._by_layers:  # they have left
             self._worker.mover.end_layers()
-        else:
-            self._worker.store(self._get_connector_metadata().step, self._jobs)
+            self._jobs = []
+        self._worker.store(self._get_connector_metadata().step, self._jobs)
         self._jobs = []
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -122,13 +122,15 @@ class Request:
 class Step:
     """What one step asks of the workers: plain values that pickle. `taken` are the pages that this step's
     forward or loads write; `is_idle`: it computes nothing. `weights` are what its keys are of, a digest for each rank
-    (weights.py), none where that is not compared; with `check_weights` each rank looks at all of its own, and tells."""
+    (weights.py), none where that is not compared: with `compares` also where nothing is moved; with `check_weights`
+    each rank looks at all of its own, and tells."""
 
     moves: Moves = field(default_factory=Moves)
     taken: set[int] = field(default_factory=set)
     is_idle: bool = True
     number: int = 0
     weights: tuple[str, ...] = ()
+    compares: bool = False
     check_weights: bool = False
 
 
@@ -604,6 +606,8 @@ class Scheduling:
         if self.events is not None and answer.missed is not None and self.groups[0].window is None:
             self.events.missed([keys[answer.missed].key])
         self.counters["lookups_without_hit"] += not found
+        # An engine that stores nothing would otherwise look for KV of weights that it has no more, and find none.
+        self._step.compares |= not found and not self.options.stores
         if found:
             self.hit_rates.append(keys[found - 1].stop / total)
 

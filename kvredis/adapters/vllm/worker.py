@@ -175,6 +175,8 @@ class PagedWorker:
 
     def before(self, step: Step) -> None:
         """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
+        if self._check is not None and self._check.done():
+            self._check.holds()
         if self.weights is not None and (step.check_weights or self.weights.is_suspect):
             self._compare(step)
         for name in step.moves.cancelled:
@@ -257,6 +259,8 @@ class PagedWorker:
         """Behind the forward pass, which is still running on a GPU: store what it has computed. While it runs the
         weights are compared: before it that would be a millisecond or two of the first token."""
         after = self.launched() if jobs else None
+        if step.compares:
+            self._compare(step)
         for job in self.compared(step, jobs):
             state = self.mover.store(job, after)
             if job.request in self._unread:
