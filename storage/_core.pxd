@@ -1,6 +1,7 @@
 """What storage/_core.pyx lends to the server's hot path, which is compiled too: fields and steps without a frame."""
 
 from cpython.long cimport PyLong_AsSsize_t
+from cpython.pythread cimport PyThread_type_lock
 from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
 
 
@@ -21,6 +22,18 @@ cdef inline Py_ssize_t length_of(object extent) except -1:
 cdef class Times:
     cdef public long long nanoseconds
     cdef public list counts
+
+
+cdef class StoreCounts:
+    cdef public long long hits, hit_tokens, misses, created, overwritten, refused, aborted
+    cdef public long long evicted, evicted_bytes, evicted_away, expired, deleted, flushed, leased_bytes, leases_revoked
+    cdef public Times receiving
+
+
+cdef class Lock:
+    cdef PyThread_type_lock held
+    cdef int take(self) except -1
+    cdef int give(self) except -1
 
 
 cdef class Holes:
@@ -76,7 +89,7 @@ cdef class LeaseRun:
 
 
 cdef class OneOrder:
-    cdef public object _order
+    cdef public object _order, touch
 
 
 cdef class Index:
@@ -91,7 +104,8 @@ cdef class Index:
 
 
 cdef class StoreCore:
-    cdef public object lock, arena, stats, policy, inline_policy, tiering, now_ms, now_s, end_holds
+    cdef public object lock, arena, policy, inline_policy, tiering, now_ms, now_s, end_holds, holders
+    cdef public StoreCounts stats
     cdef public Index index
     cdef public Holes allocator
     cdef public object _memory
@@ -103,7 +117,9 @@ cdef class StoreCore:
     cdef public list journal, _looked_up, _affirmed
     cdef public Py_ssize_t _put_off_entries
     cdef public object _limits, _departed
-    cdef object _acquire, _let_go
+    cdef Lock guard
+    cdef double now(self) except? -1
+    cdef int touch(self, Entry entry) except -1
     cdef Entry visible(self, object key, Py_ssize_t space)
     cdef Entry used(self, object key, Py_ssize_t space)
     cdef Lease lent(self, Entry entry)

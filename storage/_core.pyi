@@ -1,10 +1,9 @@
 """What storage/_core.pyx is to Python, and what each part promises."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from threading import Lock
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from .database import Database
 from .disk.segment import Record
@@ -62,6 +61,49 @@ class Times:
 
     def reset(self) -> None:
         """Forget all of them."""
+
+class StoreCounts:
+    """What became of values; bytes are payload bytes."""
+
+    names: ClassVar[tuple[str, ...]]
+    """Of the counters."""
+    hits: int
+    hit_tokens: int
+    """Tokens of the blocks in the arena that were handed out whole, as far as they say how many they hold."""
+    misses: int
+    created: int
+    """Values stored under a key that had none."""
+    overwritten: int
+    """Values stored in place of an older one."""
+    refused: int
+    """Values for which there was no room: everything evictable was leased, or the value exceeds the arena."""
+    aborted: int
+    """Reservations given back without a commit."""
+    evicted: int
+    evicted_bytes: int
+    evicted_away: int
+    """Those of them that had left memory before and had to leave the disk, or were lost there."""
+    expired: int
+    deleted: int
+    flushed: int
+    """Blocks that left with all others of their database."""
+    leased_bytes: int
+    """Of blocks that clients read in the arena by themselves."""
+    leases_revoked: int
+    """Leases ended by their time limit, not by their holder."""
+    receiving: Times
+    """From there being room in the arena for a long value (TIMED_BYTES_MIN) to its being visible."""
+
+class Lock:
+    """As threading.Lock, without time limits; for steps that are compiled it costs no call."""
+
+    def acquire(self, blocking: bool = True) -> bool: ...
+    def release(self) -> None: ...
+    def locked(self) -> bool: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 class Holes:
     """The free holes of an arena: boundary tags by first byte and past the end, and the lengths in order."""
@@ -249,6 +291,8 @@ class OneOrder:
     """What the policies of one order share (eviction/base.py)."""
 
     _order: OrderedDict[Entry, None]
+    touch: Callable[[Entry], None]
+    """As Policy; without a frame of its own."""
 
     def __init__(self) -> None: ...
     def admit(self, entry: Entry) -> None: ...
@@ -296,6 +340,8 @@ class StoreCore:
     now_ms: Clock
     now_s: Callable[[], float]
     end_holds: Callable[[], object]
+    holders: Collection[object]
+    """Who may hold leases that `end_holds` ends, which is not called while there are none."""
     allocator: Allocator
     index: FullIndex
     _memory: memoryview
@@ -321,9 +367,6 @@ class StoreCore:
     _put_off_entries: int
     _limits: Deadlines[Lease | LeaseRun]
     _departed: Departed
-
-    def _use_lock(self, lock: Lock) -> None:
-        """Take `lock` for the one that guards everything."""
 
     # With the lock held.
     def _visible(self, key: bytes, space: int) -> Entry | None:

@@ -12,10 +12,21 @@ store's own lock is taken all the same where accounts must agree: another thread
 
 from collections import OrderedDict
 from contextlib import suppress
+from time import monotonic
 
+cimport cython
 from cpython.dict cimport PyDict_DelItem, PyDict_SetItem
-from cpython.exc cimport PyErr_Clear, PyErr_ExceptionMatches
-from cpython.object cimport PyObject
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.pythread cimport (
+    NOWAIT_LOCK,
+    WAIT_LOCK,
+    PyThread_acquire_lock,
+    PyThread_allocate_lock,
+    PyThread_free_lock,
+    PyThread_release_lock,
+)
+from cpython.ref cimport Py_INCREF
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from .database import SPACES, Database, unplaced
 from .memory.extent import Extent
@@ -23,6 +34,8 @@ from .tensor_facts import LOOKED_AT_BYTES, tokens_of
 
 cdef extern from "Python.h":
     PyObject *PyDict_GetItemWithError(object, object) except? NULL
+    object PyType_GenericAlloc(PyTypeObject *, Py_ssize_t)
+    void PyTuple_SET_ITEM(object, Py_ssize_t, object)
     Py_buffer *PyMemoryView_GET_BUFFER(object)
 
 cdef enum:
@@ -47,11 +60,18 @@ assert LOOKED_AT_BYTES == LOOKED_AT
 
 NOWHERE = Extent(0, 0)
 cdef object nowhere = NOWHERE
-cdef object new_tuple = tuple.__new__
+cdef type extent_type = Extent
 
 
 cdef inline object extent_at(Py_ssize_t offset, Py_ssize_t length):
-    return new_tuple(Extent, (offset, length))
+    """An Extent, whose own way of being made is Python."""
+    cdef object extent = PyType_GenericAlloc(<PyTypeObject *> extent_type, 2)
+    cdef object first = offset, second = length
+    Py_INCREF(first)
+    PyTuple_SET_ITEM(extent, 0, first)
+    Py_INCREF(second)
+    PyTuple_SET_ITEM(extent, 1, second)
+    return extent
 
 
 cdef inline Py_ssize_t extent_bytes(Py_ssize_t length) noexcept:
@@ -89,6 +109,72 @@ cdef class Times:
     def reset(self):
         self.nanoseconds = 0
         self.counts = [0] * 64
+
+
+cdef class StoreCounts:
+    """What StoreStats counts (stats.py says what each is), and the class's `names` in their order."""
+
+    names = (
+        "hits", "hit_tokens", "misses", "created", "overwritten", "refused", "aborted", "evicted", "evicted_bytes",
+        "evicted_away", "expired", "deleted", "flushed", "leased_bytes", "leases_revoked",
+    )
+
+    def __cinit__(self):
+        self.receiving = Times()
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+
+cdef class Lock:
+    """As threading.Lock, and without a call of Python for steps that are compiled."""
+
+    def __cinit__(self):
+        self.held = PyThread_allocate_lock()
+        if self.held == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        if self.held != NULL:
+            if not PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+                pass  # it ends held: there is none left to wait for it
+            PyThread_release_lock(self.held)
+            PyThread_free_lock(self.held)
+
+    cdef int take(self) except -1:
+        if not PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+            with nogil:
+                PyThread_acquire_lock(self.held, WAIT_LOCK)
+        return 0
+
+    cdef int give(self) except -1:
+        PyThread_release_lock(self.held)
+        return 0
+
+    def acquire(self, bint blocking=True):
+        if not blocking:
+            return PyThread_acquire_lock(self.held, NOWAIT_LOCK) != 0
+        self.take()
+        return True
+
+    def release(self):
+        if PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+            PyThread_release_lock(self.held)
+            raise RuntimeError("release unlocked lock")
+        self.give()
+
+    def locked(self):
+        if PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+            PyThread_release_lock(self.held)
+            return False
+        return True
+
+    def __enter__(self):
+        self.take()
+        return True
+
+    def __exit__(self, kind, error, trace):
+        self.give()
 
 
 # ---- free memory -----------------------------------------------------------------------------------------------------
@@ -182,6 +268,7 @@ cdef class Holes:
 # ---- entries and holds -----------------------------------------------------------------------------------------------
 
 
+@cython.no_gc  # it refers to nothing that refers to it: a million of them are not walked
 cdef class Entry:
     """entry.py says what an entry is."""
 
@@ -476,10 +563,26 @@ cdef class StoreCore:
     """What a command does to the store. StoreState (state.py) says what the fields mean, sets them, and brings what is
     called by name here: catch_up, place, evict_inline, _fits_inline, remember_expiry, _unload."""
 
-    def _use_lock(self, lock):
-        """Take `lock` for the one that guards everything."""
-        self.lock = lock
-        self._acquire, self._let_go = lock.acquire, lock.release
+    def __cinit__(self, *args, **kwargs):
+        self.lock = self.guard = Lock()
+        self.holders = ()
+
+    cdef double now(self) except? -1:
+        """`now_s`, which is mostly the system's."""
+        cdef timespec now
+        if self.now_s is monotonic:
+            clock_gettime(CLOCK_MONOTONIC, &now)
+            return now.tv_sec + now.tv_nsec / 1e9
+        return self.now_s()
+
+    cdef int touch(self, Entry entry) except -1:
+        """Tell the order of eviction of a use; KeyError when the entry is not in it."""
+        policy = self.policy if entry.value is None else self.inline_policy
+        if isinstance(policy, OneOrder):
+            (<OneOrder> policy).touch(entry)
+        else:
+            policy.touch(entry)
+        return 0
 
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
@@ -508,8 +611,8 @@ cdef class StoreCore:
             self.catch_up()
         self.stats.hits += 1
         entry.hits += 1
-        entry.accessed_s = self.now_s()
-        (self.policy if entry.value is None else self.inline_policy).touch(entry)
+        entry.accessed_s = self.now()
+        self.touch(entry)
         return entry
 
     cdef Lease lent(self, Entry entry):
@@ -553,7 +656,7 @@ cdef class StoreCore:
         if self._departed.turns and self._departed.left_behind(entry.key, entry.database.number, self.turn):
             expire_at_ms = LONG_AGO
         entry.expire_at_ms = expire_at_ms
-        entry.created_s = entry.accessed_s = self.now_s()
+        entry.created_s = entry.accessed_s = self.now()
         old = self.index.enter(entry)
         if old is None:
             self.stats.created += 1
@@ -636,11 +739,11 @@ cdef class StoreCore:
     # ---- verbs, which take it ----------------------------------------------------------------------------------------
 
     cdef int ended_alone(self, Entry entry) except -1:
-        self._acquire()
+        self.guard.take()
         try:
             return self.ended(entry)
         finally:
-            self._let_go()
+            self.guard.give()
 
     cdef object fetched(self, object key, Py_ssize_t space):
         """`fetch`: bytes, a Lease or None."""
@@ -649,21 +752,21 @@ cdef class StoreCore:
             # `used` for the commonest case. It needs no lock, because nothing that must add up is changed.
             value = entry.value
             try:
-                self.inline_policy.touch(entry)
+                self.touch(entry)
             except KeyError:
                 pass  # another thread has just taken the entry away: it was a hit before that
             self.stats.hits += 1
             entry.hits += 1
-            entry.accessed_s = self.now_s()
+            entry.accessed_s = self.now()
             return value
-        self._acquire()
+        self.guard.take()
         try:
             entry = self.used(key, space)
             if entry is None:
                 return None
             return self.lent(entry) if entry.value is None else entry.value
         finally:
-            self._let_go()
+            self.guard.give()
 
     cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare):
         cdef Reservation reservation
@@ -671,8 +774,9 @@ cdef class StoreCore:
         extent = None
         if length < INLINE_MAX:
             return Reservation(self, key, space, memoryview(bytearray(length + SLACK)), nowhere)
-        self.end_holds()
-        self._acquire()
+        if self.holders:
+            self.end_holds()
+        self.guard.take()
         try:
             if spare:
                 extent = self.place(extent_bytes(length + spare), drop=drop)
@@ -685,7 +789,7 @@ cdef class StoreCore:
             elif drop:
                 self.stats.refused += 1
         finally:
-            self._let_go()
+            self.guard.give()
         if self.tiering is not None:
             self.tiering.make_room(extent_bytes(length), urgent=extent is None)
         if extent is None:
@@ -695,7 +799,7 @@ cdef class StoreCore:
         reservation.view_with_slack = self.arena.view[start : start + length + SLACK]
         reservation.key, reservation.space, reservation.length, reservation.extent = key, space, length, extent
         if length >= TIMED_MIN:
-            reservation.made_s = self.now_s()
+            reservation.made_s = self.now()
         reservation._store = self
         return reservation
 
@@ -710,7 +814,7 @@ cdef class StoreCore:
         bytes_there = PyMemoryView_GET_BUFFER(reservation.view_with_slack)
         if bytes_there.len >= LOOKED_AT and (<const char *> bytes_there.buf)[8] == c"{":
             entry.tokens = tokens_of(reservation.view_with_slack)
-        self._acquire()
+        self.guard.take()
         try:
             self.reserved_bytes -= length_of(entry.extent)
             self.live_bytes += length_of(entry.extent)
@@ -718,20 +822,20 @@ cdef class StoreCore:
             if reservation.made_s:
                 self.stats.receiving.add(entry.created_s - reservation.made_s)
         finally:
-            self._let_go()
+            self.guard.give()
         if not self.keep and self.tiering is not None:
             self.tiering.spill([entry])
         return True
 
     cdef int aborted(self, Reservation reservation) except -1:
-        self._acquire()
+        self.guard.take()
         try:
             self.stats.aborted += 1
             if reservation.extent is not nowhere:
                 self.reserved_bytes -= length_of(reservation.extent)
                 self.allocator.give(reservation.extent)
         finally:
-            self._let_go()
+            self.guard.give()
         return 0
 
     cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1:
@@ -744,7 +848,7 @@ cdef class StoreCore:
                 return False
             reservation.view[:] = value  # the bytes arrived in an object of the caller's, so this copy cannot be spared
             return reservation.publish(expire_at_ms)
-        self._acquire()
+        self.guard.take()
         try:
             entry = self.index.find(key, space)
             if self.may_refuse and not self._fits_inline(entry, len(key) + len(value)):
@@ -760,8 +864,8 @@ cdef class StoreCore:
                 self.inline_bytes += len(value) - entry.length
                 entry.length = len(value)
                 entry.value, entry.hits = value, 0
-                entry.created_s = entry.accessed_s = self.now_s()
-                self.inline_policy.touch(entry)
+                entry.created_s = entry.accessed_s = self.now()
+                self.touch(entry)
                 self.stats.overwritten += 1
                 self.renumber(entry)
                 if self.journal is not None:
@@ -774,7 +878,7 @@ cdef class StoreCore:
             if self.inline_bytes > self.inline_bytes_high:
                 self.evict_inline(entry)
         finally:
-            self._let_go()
+            self.guard.give()
         if self.tiering is not None:
             self.tiering.make_inline_room(entry)
         return True
@@ -783,7 +887,7 @@ cdef class StoreCore:
         """`delete`."""
         cdef Py_ssize_t count = 0
         cdef Entry entry
-        self._acquire()
+        self.guard.take()
         try:
             for key in keys:
                 entry = self.visible(key, space)
@@ -792,14 +896,14 @@ cdef class StoreCore:
                     count += 1
             self.stats.deleted += count
         finally:
-            self._let_go()
+            self.guard.give()
         return count
 
     cdef Py_ssize_t affirmed(self, list keys, Py_ssize_t space) except -1:
         """`affirm`."""
         cdef list found = []
         cdef Entry entry
-        self._acquire()
+        self.guard.take()
         try:
             for key in keys:
                 entry = self.index.find(key, space)
@@ -811,20 +915,20 @@ cdef class StoreCore:
             self._put_off(self._affirmed, found)
             self.affirmed_turn = self.turn
         finally:
-            self._let_go()
+            self.guard.give()
         return len(found)
 
     cdef int touched(self, list keys, Py_ssize_t space) except -1:
         """`touch`, for keys of which none has an end."""
         cdef list in_arena = [], inline = []
         cdef Entry entry
-        self._acquire()
+        self.guard.take()
         try:
             if self._put_off_entries or self.tiering is not None:
                 self.catch_up()
                 self._touch_run([entry for key in keys if (entry := self.visible(key, space)) is not None])
                 return 0
-            now_s = self.now_s()
+            now_s = self.now()
             for key in keys:
                 entry = self.visible(key, space)
                 if entry is not None:
@@ -835,7 +939,7 @@ cdef class StoreCore:
             if inline:
                 self.inline_policy.touch_run(inline)
         finally:
-            self._let_go()
+            self.guard.give()
         return 0
 
     def reserve(self, bytes key, Py_ssize_t length, Py_ssize_t space=0, *, bint drop=True, Py_ssize_t spare=0):
@@ -865,17 +969,17 @@ cdef class StoreCore:
     def lease(self, key, Py_ssize_t space=0, double limit_s=0.0):
         cdef Entry entry
         cdef Lease lease
-        self._acquire()
+        self.guard.take()
         try:
             entry = self.used(key, space)
             if entry is None:
                 return None
             lease = self.lent(entry)
             if limit_s:
-                self._limits.add(self.now_s() + limit_s, lease, self.leases)
+                self._limits.add(self.now() + limit_s, lease, self.leases)
             return lease
         finally:
-            self._let_go()
+            self.guard.give()
 
     def lease_run(self, keys, Py_ssize_t space, double limit_s):
         cdef list found = [], held = []
@@ -883,11 +987,11 @@ cdef class StoreCore:
         cdef double now_s
         cdef Py_ssize_t count = 0, simple = 0
         cdef long long nbytes = 0, tokens = 0
-        self._acquire()
+        self.guard.take()
         try:
             if self._put_off_entries:
                 self.catch_up()
-            now_s = self.now_s()
+            now_s = self.now()
             touch = self.policy.touch
             for key in keys:
                 entry = self.index.find(key, space)
@@ -917,13 +1021,13 @@ cdef class StoreCore:
                 self._limits.add(run.until_s, run, self.leases)
             return found, run
         finally:
-            self._let_go()
+            self.guard.give()
 
     def end_leases(self, places):
         cdef Py_ssize_t ended = 0, at
         cdef LeaseRun run
         cdef Entry entry
-        self._acquire()
+        self.guard.take()
         try:
             for run, at, _ in places:
                 entry = run.entries[at]
@@ -933,4 +1037,4 @@ cdef class StoreCore:
                     self.ended(entry)
             return ended
         finally:
-            self._let_go()
+            self.guard.give()

@@ -6,7 +6,6 @@ everything in agreement; none copies a payload, waits or calls out. The few verb
 clients do, take it themselves.
 """
 
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -147,7 +146,6 @@ class StoreState(StoreCore):
         clock_ms: Callable[[], int] = unix_ms,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._use_lock(threading.Lock())
         self.arena = arena
         self._memory = arena.view.toreadonly()
         self.stats = StoreStats()

@@ -121,7 +121,7 @@ class LRU(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.move_to_end  # as Policy; without a frame of its own
+        self.touch = self._order.move_to_end
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         deque(map(self.touch, reversed(entries)), maxlen=0)
@@ -134,7 +134,7 @@ class MRU(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.move_to_end
+        self.touch = self._order.move_to_end
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy: what was used last leaves first, so here the tail goes last."""
@@ -157,7 +157,7 @@ class FIFO(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.__getitem__  # the KeyError, and nothing else
+        self.touch = self._order.__getitem__  # the KeyError, and nothing else
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy, but for the order: that of arrival stays."""
@@ -175,7 +175,7 @@ class Random(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.__getitem__
+        self.touch = self._order.__getitem__
         self._list: list[Entry] = []  # the same entries in no order: what a draw is made from
         self._places: dict[Entry, int] = {}
 
@@ -224,7 +224,7 @@ class TTL(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.__getitem__
+        self.touch = self._order.__getitem__
         self._heap: list[tuple[float, int, Entry]] = []
         self._tickets: dict[Entry, int] = {}
         """Which element of the heap is an entry's own: one with another ticket is void."""

@@ -62,7 +62,7 @@ class DiskIo:
         """A caller has waited in vain for a write; the next one that succeeds clears it."""
         self.written_s = store.now_s()
         """When a block has last reached the disk."""
-        self.written = threading.Condition(store.lock)
+        self.written = threading.Condition(store.lock)  # type: ignore[arg-type]  # it is a Lock in all that it needs
         """Notified after every attempt to write a block."""
         self.on_room: Callable[[], None] | None = None
         self.pushed_out = 0

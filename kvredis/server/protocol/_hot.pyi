@@ -12,6 +12,7 @@ from kvredis.storage.entry import Lease, Reservation
 from kvredis.storage.stats import Times
 from kvredis.storage.store import Store
 
+from .parser import Scratches
 from .replies import Buffer, Reply
 from .request import Argument, Refused
 
@@ -59,7 +60,11 @@ class Reader:
     _body: memoryview | None
     """Where that bulk is being received, when not in the scratch."""
     _body_hold: Reservation | Refused | None
+    _scratches: Scratches
     _filled: int
+    def buffer(self, sizehint: int = -1) -> memoryview:
+        """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
+
     def _take_plain(self) -> list[list[Argument]]:
         """The commands at the front of the scratch that are written as clients write them, of up to 16,384 arguments of
         up to 16,384 bytes. `_plain` says whether what is left may be such a command that has not ended."""

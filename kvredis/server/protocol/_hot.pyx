@@ -16,12 +16,13 @@ commands.
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from libc.stdlib cimport free, realloc
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, memmove
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from kvredis.storage._core cimport Entry, Lease, Reservation, StoreCore, Times
 
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
+from kvredis.server.protocol.request import REFUSED
 
 cdef extern from "Python.h":
     Py_buffer *PyMemoryView_GET_BUFFER(object)
@@ -39,6 +40,8 @@ cdef enum:
     LENT_MAX = 512 * 1024  # of longer ones a thread may send some (net/io_threads.py)
     SHARE_OF_ARENA = 4
     SLACK = 2
+    SCRATCH_BYTES = 16 * 1024  # request.py says why
+    HEAD_BYTES = 512
 
 cdef enum Kind:
     OTHER, GET, SET, MGET, MSET, EXISTS, DEL, PING
@@ -243,8 +246,34 @@ cdef class Reader:
     cdef public Py_ssize_t _gather_tries
     cdef public list _args
     cdef public Py_ssize_t _held_bytes, _arena_bytes, _remaining, _length, _filled
-    cdef public object _body, _body_hold
+    cdef public object _body, _body_hold, _scratches
     cdef public Py_ssize_t bulk_bytes_max, query_bytes_max
+
+    def buffer(self, sizehint=-1):
+        """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
+        cdef Py_ssize_t unread
+        if self._body is not None:
+            if self._body_hold is REFUSED:
+                if self._scratches.holder is not self:
+                    self._take_scratch()
+                return self._view[: min(SCRATCH_BYTES, self._length + SLACK - self._filled)]
+            return self._body[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+            if self._scratches.holder is not self:
+                self._take_scratch()
+            if not self._plain or (PyByteArray_GET_SIZE(self._scratch) > SCRATCH_BYTES and not self._gathered):
+                self._renew()
+            return self._view[:HEAD_BYTES] if self._after_payload else self._view
+        if self._end == PyByteArray_GET_SIZE(self._scratch):
+            unread = self._end - self._start
+            if unread == self._end:
+                self._grow(2)
+                self._plain = False
+            else:
+                memmove(PyByteArray_AS_STRING(self._scratch), PyByteArray_AS_STRING(self._scratch) + self._start, unread)
+                self._start, self._end = 0, unread
+        return self._view[self._end :]
 
     def _take_plain(self):
         """The commands at the front of the scratch that are written as clients write them, of up to PLAIN_MAX arguments
@@ -347,7 +376,7 @@ cdef class HotSession:
     cdef public long long unsaved_since, _writes_before
     cdef public str last_command
     cdef public double last_command_s
-    cdef object _stats, _admission
+    cdef object _stats, _admission, _called, _signs, _receiving
 
     def __cinit__(self, *args, **kwargs):
         self._commands = no_commands
@@ -360,7 +389,7 @@ cdef class HotSession:
         self.server, self.store, self._parser = server, server.store, parser
         self._stats, self._admission = server.stats, server.admission
         self._checks = None if server.cluster is None else server.cluster.checks
-        self._waiting_for_room = server.admission.queue
+        self._waiting_for_room, self._called, self._signs, self._receiving = server.admission.tables()
 
     # ---- a turn ------------------------------------------------------------------------------------------------------
 
@@ -508,7 +537,7 @@ cdef class HotSession:
             share = (store.bound_bytes or store.allocator.capacity_bytes) // SHARE_OF_ARENA
             if store.reserved_bytes + wanted > share:
                 return STRANGE
-        if not self._admission.is_free:
+        if self._called or self._signs:  # a client has just been given its turn
             return STRANGE
         name, key = word(0), word(1)
         hold = store.reserved(key, length, self.space, True, 0)
@@ -525,7 +554,8 @@ cdef class HotSession:
         reader._filled = here
         if here == length + SLACK:
             return self.end_body()
-        self._admission.begin_receiving(self)
+        if self not in self._receiving:
+            self._admission.begin_receiving(self)
         return MORE
 
     cdef Found end_body(self) except *:

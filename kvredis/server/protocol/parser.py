@@ -90,7 +90,7 @@ class Parser(Reader):
     the loop's other clients.
     """
 
-    __slots__ = ("_open_payload", "_scratches", "_takes_payload")
+    __slots__ = ("_open_payload", "_takes_payload")
 
     def __init__(
         self,
@@ -109,31 +109,6 @@ class Parser(Reader):
         self.authenticated = True
         """While False, counts and lengths are held to what an AUTH needs, as Redis does."""
         self._scratches = scratches or Scratches()
-
-    def buffer(self, sizehint: int = -1) -> memoryview:
-        """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
-        if self._body is not None:
-            if self._body_hold is REFUSED:
-                if self._scratches.holder is not self:
-                    self._take_scratch()
-                return self._view[: min(SCRATCH_BYTES, self._length + SLACK_BYTES - self._filled)]
-            return self._body[self._filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-            if self._scratches.holder is not self:
-                self._take_scratch()
-            if not self._plain or (len(self._scratch) > SCRATCH_BYTES and not self._gathered):
-                self._renew()
-            return self._view[:HEAD_BYTES] if self._after_payload else self._view
-        if self._end == len(self._scratch):
-            unread = self._end - self._start
-            if unread == len(self._scratch):
-                self._grow(2)
-                self._plain = False
-            else:
-                self._scratch[:unread] = self._scratch[self._start : self._end]
-                self._start, self._end = 0, unread
-        return self._view[self._end :]
 
     def put_by(self, received: int, room_bytes: int = 0) -> bool:
         """Keep what has been received for the next `take`; whether there is more room, which grows to `room_bytes`."""
