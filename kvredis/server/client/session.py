@@ -265,6 +265,8 @@ class Session(HotSession, asyncio.BufferedProtocol):
 
     def finish(self) -> None:
         self.close_after_reply = True
+        if self._holds_back:
+            self._send_held_back()
         if not self._is_behind and self._transport is not None:
             self._transport.close()
 
@@ -728,6 +730,8 @@ class Session(HotSession, asyncio.BufferedProtocol):
         return b"".join(pushes)
 
     def _send_pushes(self) -> None:
+        if self._holds_back:
+            self._send_held_back()
         self._send(self._take_pushes())
 
     def _check_output_limit(self) -> None:
@@ -755,7 +759,7 @@ class Session(HotSession, asyncio.BufferedProtocol):
 
     def _open_outgoing(self, transport: asyncio.Transport) -> None:
         """Set up how replies leave by this connection."""
-        self._transport = transport
+        self._transport, self._loop = transport, asyncio.get_running_loop()
         self.encrypted = encrypted = transport.get_extra_info("sslcontext") is not None
         self._lends = self._lends and not encrypted
         if not self._lends:

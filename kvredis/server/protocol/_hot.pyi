@@ -65,6 +65,9 @@ class Reader:
     def buffer(self, sizehint: int = -1) -> memoryview:
         """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
 
+    def _take_overflow(self) -> None:
+        """What has come behind the value that is complete now, into its extent, goes to the scratch, which is empty."""
+
     def _take_plain(self) -> list[list[Argument]]:
         """The commands at the front of the scratch that are written as clients write them, of up to 16,384 arguments of
         up to 16,384 bytes. `_plain` says whether what is left may be such a command that has not ended."""
@@ -98,6 +101,8 @@ class HotSession:
     """The client has sent its last byte."""
     _lends: bool
     """The transport takes views and copies nothing."""
+    _holds_back: bool
+    """Replies are kept until the loop's next turn: all that is in `_replies` between two turns of this client."""
     close_after_reply: bool
     observed: bool
     """A client wants to know of changes: keyspace events or client-side caches."""
@@ -109,6 +114,7 @@ class HotSession:
     _stream: Iterator[Reply | Blocked] | None
     """The rest of a reply that is made as the client takes it."""
     _transport: asyncio.Transport | None
+    _loop: asyncio.AbstractEventLoop
     _commands: Iterator[list[Argument]]
     """Parsed and not yet run."""
     _checks: Mapping[bytes, Callable[[list[bytes]], bool]] | None
@@ -129,6 +135,9 @@ class HotSession:
     def __init__(self, server: Context) -> None: ...
     def _take_part(self, server: Context, parser: Reader) -> None:
         """Note what the hot path looks at, once it is made."""
+
+    def _send_held_back(self) -> None:
+        """Send what was held back, if it has not left since."""
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes have arrived (or, with 0, the client has caught up): run what they complete and send the replies."""

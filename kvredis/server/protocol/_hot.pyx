@@ -16,10 +16,19 @@ commands.
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from libc.stdlib cimport free, realloc
-from libc.string cimport memcmp, memcpy, memmove
+from libc.string cimport memcmp, memcpy, memmove, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
-from kvredis.storage._core cimport Entry, Lease, Reservation, StoreCore, Times
+from kvredis.storage._core cimport (
+    PAYLOAD_OFFSET,
+    Entry,
+    Lease,
+    Reservation,
+    StoreCore,
+    Times,
+    length_of,
+    offset_of,
+)
 
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import REFUSED
@@ -92,7 +101,7 @@ cdef struct Words:
     const char *at[ARGS_MAX]
     Py_ssize_t length[ARGS_MAX]
     Py_ssize_t complete  # how many are there
-    Py_ssize_t payload  # the length of a third argument that is to be received into the arena, 0 for none
+    Py_ssize_t payload  # the length of the next argument, if it is to be received into the arena, else 0
     const char *past
 
 
@@ -211,7 +220,7 @@ cdef Found read_words(const char *at, const char *end, Words *words, Kind *kind)
         if number == 0 and length > 6:
             return STRANGE
         if length >= PAYLOAD_MIN:
-            if number != 2 or kind[0] != SET:
+            if number == 0 or number % 2 or not (kind[0] == SET or kind[0] == MSET):
                 return STRANGE
             words.payload = length
             words.past = at
@@ -274,6 +283,19 @@ cdef class Reader:
                 memmove(PyByteArray_AS_STRING(self._scratch), PyByteArray_AS_STRING(self._scratch) + self._start, unread)
                 self._start, self._end = 0, unread
         return self._view[self._end :]
+
+    def _take_overflow(self):
+        """What has come behind the value that is complete now, into its extent, goes to the scratch, which is empty."""
+        cdef Py_ssize_t past = self._length + SLACK, extra = self._filled - past
+        cdef char *behind
+        if extra <= 0:
+            return
+        if self._scratches.holder is not self:
+            self._take_scratch()
+        self._start, self._end = 0, extra
+        behind = <char *> PyMemoryView_GET_BUFFER(self._body).buf + past
+        memcpy(PyByteArray_AS_STRING(self._scratch), behind, extra)
+        memset(behind, 0, extra)  # it may be what only this client and we are to know
 
     def _take_plain(self):
         """The commands at the front of the scratch that are written as clients write them, of up to PLAIN_MAX arguments
@@ -368,8 +390,8 @@ cdef class HotSession:
     cdef public object server
     cdef public Reader _parser
     cdef public Py_ssize_t input_bytes, reads, output_bytes, writes, space
-    cdef public bint _may_run, _is_behind, _paused, _ended, _lends, close_after_reply, observed, no_touch, splices
-    cdef public object waiting, _stream, _transport, _commands, _checks, _waiting_for_room
+    cdef public bint _may_run, _is_behind, _paused, _ended, _lends, _holds_back, close_after_reply, observed, no_touch, splices
+    cdef public object waiting, _stream, _transport, _loop, _commands, _checks, _waiting_for_room
     cdef public list _replies, _lent, _pushes
     cdef public Py_ssize_t _reply_bytes
     cdef public bytes nil
@@ -407,6 +429,8 @@ cdef class HotSession:
             found = self.run_plain(nbytes)
             if found == STRANGE or self.has_more_to_say():
                 self.settle()
+            elif self._parser._body is not None and not self._lent and self._reply_bytes < OUT_BYTES:
+                self.hold_back()
             else:
                 self.send()
         finally:
@@ -414,7 +438,7 @@ cdef class HotSession:
             busy = False
         if found == STRANGE:
             self._run(0)
-        elif self._replies or self.has_more_to_say() or self._waiting_for_room:
+        elif (self._replies and not self._holds_back) or self.has_more_to_say() or self._waiting_for_room:
             self._end_turn()
 
     cdef bint is_plain(self) except -1:
@@ -428,15 +452,19 @@ cdef class HotSession:
             if PyObject_LengthHint(self._commands, 0):
                 return False
             self._commands = no_commands
-        if reader._body is None:
-            return not reader._remaining
-        return (
-            reader._length < PAYLOAD_PAST
-            and reader._remaining == 1
-            and len(reader._args) == 2
-            and type(reader._body_hold) is Reservation
-            and (reader._args[0] == b"SET" or reader._args[0] == b"set")
-        )
+        if not reader._remaining:
+            return reader._body is None
+        if reader._body is not None and (reader._length >= PAYLOAD_PAST or type(reader._body_hold) is not Reservation):
+            return False
+        return takes(self.kind_gathered(), len(reader._args) + reader._remaining)
+
+    cdef Kind kind_gathered(self) except *:
+        """Which command is being gathered, if it is one that brings values for the arena."""
+        cdef Kind kind = OTHER
+        cdef list args = self._parser._args
+        if args and type(args[0]) is bytes:
+            kind = kind_of(PyBytes_AS_STRING(args[0]), PyBytes_GET_SIZE(args[0]))
+        return kind if kind == SET or kind == MSET else OTHER
 
     cdef bint has_more_to_say(self) except -1:
         """Whether the end of this turn is not the usual one."""
@@ -455,10 +483,13 @@ cdef class HotSession:
             reader._filled += nbytes
             if reader._filled < reader._length + SLACK:
                 return MORE
-            current, calls = SET, 1
-            found = self.end_body()
+            self.close_body()
         else:
             reader._end += nbytes
+        if reader._remaining or reader._args:
+            current = self.kind_gathered()
+            found = self.go_on()
+            calls = found == DONE or found == HALT
         unread = reader._end - reader._start
         while found == DONE and reader._start < reader._end:
             base = PyByteArray_AS_STRING(reader._scratch)
@@ -473,7 +504,7 @@ cdef class HotSession:
                     began_ns = self.enter(current, calls, began_ns)
                 current, calls = kind, 0
             if words.payload:
-                found = self.begin_body(base)
+                found = self.gather(base)
                 calls += found == DONE or found == HALT
                 continue
             try:
@@ -490,7 +521,7 @@ cdef class HotSession:
             if words.count > ARGS_QUICK:
                 reader._gathered = unread > PAYLOAD_MIN
                 if kind == MSET or kind == DEL:
-                    self.note_if_slow(kind, base, clock_ns() - began_ns)
+                    self.note_if_slow(words_from(0), clock_ns() - began_ns)
             if self._reply_bytes + out_bytes >= REPLY_HIGH:
                 self.send()
                 if self._paused:
@@ -515,65 +546,143 @@ cdef class HotSession:
         self.last_command_s = now_ns / 1e9
         return now_ns
 
-    cdef int note_if_slow(self, Kind kind, const char *base, long long took_ns) except -1:
+    cdef int note_if_slow(self, list args, long long took_ns) except -1:
         """Tell of a command that took long, perhaps with those of its kind before it."""
         if took_ns >= self.server.slow_ns:
-            self.note_slow(words_from(0), took_ns)
+            self.note_slow(args, took_ns)
         return 0
 
     # ---- values that are received into the arena ---------------------------------------------------------------------
 
-    cdef Found begin_body(self, const char *base) except *:
-        """Give the value of a SET its room, if nothing stands against it (client/admission.py has the rules)."""
+    #
+    # What has come of such a command is kept as the Parser keeps it, so that either can go on with it.
+
+    cdef Found gather(self, const char *base) except *:
+        """Begin with a command of which a value is to be received into the arena."""
+        cdef Reader reader = self._parser
+        cdef Py_ssize_t number
+        if self.store.tiering is not None or (words.count > 3 and self.store.may_refuse):
+            return STRANGE
+        reader._args = [word(number) for number in range(words.complete)]
+        reader._remaining, reader._length = words.count - words.complete, words.payload
+        reader._held_bytes = reader._arena_bytes = 0
+        for number in range(words.complete):
+            reader._held_bytes += words.length[number]
+        reader._start = words.past - base
+        return self.go_on()
+
+    cdef Found go_on(self) except *:
+        """Take in the arguments that are still missing, and run the command once it is whole."""
+        cdef Reader reader = self._parser
+        cdef Py_ssize_t length
+        cdef const char *at
+        cdef const char *end
+        cdef Found found
+        while reader._remaining:
+            at = PyByteArray_AS_STRING(reader._scratch) + reader._start
+            end = PyByteArray_AS_STRING(reader._scratch) + reader._end
+            if reader._length < 0:
+                found = number_line(&at, end, 36, &length)
+                if found != DONE:
+                    return found
+                reader._start = at - PyByteArray_AS_STRING(reader._scratch)
+                reader._length = length
+            length = reader._length
+            if length >= PAYLOAD_MIN - SLACK:
+                found = self.open_body(at, end)
+                if found != DONE:
+                    return found
+                continue
+            if length + reader._held_bytes + ARGUMENT_COST * (len(reader._args) + 1) > reader.query_bytes_max:
+                return STRANGE
+            if end - at < length + SLACK:
+                return MORE if end - at < PyByteArray_GET_SIZE(reader._scratch) else STRANGE
+            reader._args.append(PyBytes_FromStringAndSize(at, length))
+            reader._held_bytes += length
+            reader._start += length + SLACK
+            reader._remaining -= 1
+            reader._length = -1
+        return self.run_gathered()
+
+    cdef Found open_body(self, const char *at, const char *end) except *:
+        """Give a value its room, if nothing stands against it (client/admission.py has the rules), and take in what is
+        there of it."""
         cdef Reader reader = self._parser
         cdef StoreCore store = self.store
-        cdef Py_ssize_t length = words.payload, wanted = length + 4096 + 514, here, share
+        cdef Py_ssize_t length = reader._length, wanted = length + 4096 + 514, here, start, past
         cdef Reservation hold
-        if length >= PAYLOAD_PAST or length > reader.bulk_bytes_max or store.tiering is not None:
+        if length < PAYLOAD_MIN or length >= PAYLOAD_PAST or length > reader.bulk_bytes_max or len(reader._args) % 2:
             return STRANGE
-        if length + 2 * ARGUMENT_COST > reader.query_bytes_max or self._waiting_for_room:
+        if length + reader._held_bytes + ARGUMENT_COST * (len(reader._args) + 1) > reader.query_bytes_max:
+            return STRANGE
+        if self._waiting_for_room or self._called or self._signs or store.tiering is not None:
             return STRANGE
         if store.reserved_bytes:
-            share = (store.bound_bytes or store.allocator.capacity_bytes) // SHARE_OF_ARENA
-            if store.reserved_bytes + wanted > share:
+            if store.reserved_bytes + wanted > (store.bound_bytes or store.allocator.capacity_bytes) // SHARE_OF_ARENA:
                 return STRANGE
-        if self._called or self._signs:  # a client has just been given its turn
-            return STRANGE
-        name, key = word(0), word(1)
-        hold = store.reserved(key, length, self.space, True, 0)
+        hold = store.reserved(reader._args[len(reader._args) - 1], length, self.space, True, 0)
         if hold is None:
             store.stats.refused -= 1  # others ask once more
             return STRANGE
-        reader._body_hold, reader._body = hold, hold.view_with_slack
-        reader._args, reader._remaining, reader._length = [name, key], 1, length
-        reader._held_bytes = reader._arena_bytes = length
-        reader._start = words.past - base
-        here = min(reader._end - reader._start, length + SLACK)
-        memcpy(PyMemoryView_GET_BUFFER(reader._body).buf, words.past, here)
+        # What comes behind the value may fall into the rest of its extent: a whole value is then one receive and not two,
+        # and one that is the last of what has come ends without a receive for nothing.
+        start = offset_of(hold.extent) + PAYLOAD_OFFSET
+        past = start + length + SLACK
+        past += min(<Py_ssize_t> HEAD_BYTES, offset_of(hold.extent) + length_of(hold.extent) - past)
+        reader._body = store.arena.view[start:past]
+        reader._body_hold = hold
+        reader._held_bytes += length
+        reader._arena_bytes += length
+        here = min(end - at, length + SLACK)
+        memcpy(PyMemoryView_GET_BUFFER(reader._body).buf, at, here)
         reader._start += here
         reader._filled = here
         if here == length + SLACK:
-            return self.end_body()
+            self.close_body()
+            return DONE
         if self not in self._receiving:
             self._admission.begin_receiving(self)
         return MORE
 
-    cdef Found end_body(self) except *:
-        """The value is there: make it visible."""
+    cdef int close_body(self) except -1:
+        """The value is there: an argument like others."""
         cdef Reader reader = self._parser
-        cdef Reservation hold = reader._body_hold
-        cdef list args = reader._args
+        reader._take_overflow()
+        reader._args.append(reader._body_hold)
         reader._after_payload, reader._gathered = True, False
         reader._body = reader._body_hold = None
-        reader._args = []
-        reader._filled = reader._remaining = reader._held_bytes = reader._arena_bytes = 0
+        reader._filled = 0
+        reader._remaining -= 1
         reader._length = -1
+        return 0
+
+    cdef Found run_gathered(self) except *:
+        """Run the command that has been gathered."""
+        cdef Reader reader = self._parser
+        cdef list args = reader._args
+        cdef StoreCore store = self.store
+        cdef Kind kind = self.kind_gathered()
+        cdef long long began_ns = clock_ns()
+        cdef Py_ssize_t number
+        reader._args = []
+        reader._held_bytes = reader._arena_bytes = 0
+        if kind == MSET and store.may_refuse:  # since it began
+            self._commands = iter([args])
+            return STRANGE
         try:
-            hold.publish(0)
+            for number in range(1, len(args), 2):
+                value = args[number + 1]
+                if type(value) is Reservation:
+                    (<Reservation> value).publish(0)
+                else:
+                    store.stored(args[number], value, self.space, 0)
         except Exception:
-            answer = self.apologize([*args, hold])
+            answer = self.apologize(args)
             say(PyBytes_AS_STRING(answer), PyBytes_GET_SIZE(answer))
             return HALT
+        if kind == MSET:
+            self._stats.sets_duplicate += len(args) // 2 - len(set(args[1::2]))
+            self.note_if_slow(args, clock_ns() - began_ns)
         say(b"+OK\r\n", 5)
         return DONE
 
@@ -692,6 +801,21 @@ cdef class HotSession:
                 out, out_room = NULL, 0
         return 0
 
+    cdef int hold_back(self) except -1:
+        """Keep the replies until the loop has dealt with what it knows to have come: a value is coming in already, so
+        this client has sent more than it has answers to, and they may leave in one write."""
+        self.settle()
+        if self._replies and not self._holds_back:
+            self._holds_back = True
+            self._loop.call_soon(self._send_held_back)
+        return 0
+
+    def _send_held_back(self):
+        """Send what was held back, if it has not left since."""
+        self._holds_back = False
+        if self._replies and self._transport is not None and not self._transport.is_closing():
+            self.send()
+
     cdef int send(self) except -1:
         """Hand what was gathered to the transport, as Session._flush does, which is asked where that may not be all."""
         cdef list replies
@@ -712,11 +836,11 @@ cdef class HotSession:
             nbytes += len(reply)
         self.output_bytes += nbytes
         self.writes += 1
-        if len(replies) == 1:
-            self._transport.write(replies[0])
-        else:
-            self._transport.writelines(replies)
-        if self._lent and not self._paused:
+        if not self._lent:
+            self._transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
+            return 0
+        self._transport.writelines(replies)
+        if not self._paused:
             lent, self._lent = self._lent, []
             for lease in lent:
                 (<Lease?> lease).end()

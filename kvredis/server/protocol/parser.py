@@ -175,7 +175,7 @@ class Parser(Reader):
         read, count, nbytes = self._read_so_far()
         unread = self._end - self._start - read
         arguments = self._complete_bytes + nbytes + ARGUMENT_BYTES * (len(self._args) + count)
-        coming = self._length - self._filled if isinstance(self._body_hold, Reservation) else 0
+        coming = max(0, self._length - self._filled) if isinstance(self._body_hold, Reservation) else 0
         return unread + self._filled, len(self._scratch) - unread, arguments, self._arena_bytes - coming
 
     @property
@@ -191,7 +191,8 @@ class Parser(Reader):
     @property
     def missing(self) -> int:
         """Bytes still to come of what is received into a place of its own, most likely the arena; 0 for nothing."""
-        return len(self._body) - self._filled if self._body is not None and self._body_hold is not REFUSED else 0
+        is_received = self._body is not None and self._body_hold is not REFUSED
+        return max(0, self._length + SLACK_BYTES - self._filled) if is_received else 0
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -387,6 +388,7 @@ class Parser(Reader):
         if self._filled < self._length + SLACK_BYTES:
             return False
         assert self._body is not None
+        self._take_overflow()
         # No payload of the arena, so it becomes bytes like every other argument: a copy, of what is large but rare.
         self._args.append(bytes(self._body[: self._length]) if self._body_hold is None else self._body_hold)
         self._after_payload = self._body_hold is not None
