@@ -49,7 +49,7 @@ cdef enum:
     LENT_MAX = 512 * 1024  # of longer ones a thread may send some (net/io_threads.py)
     SHARE_OF_ARENA = 4
     SLACK = 2
-    SCRATCH_BYTES = 16 * 1024  # request.py says why
+    SCRATCH_BYTES = 20 * 1024  # request.py says why
     HEAD_BYTES = 512
 
 cdef enum Kind:
@@ -519,7 +519,7 @@ cdef class HotSession:
             reader._start = words.past - base
             reader._after_payload = False
             if words.count > ARGS_QUICK:
-                reader._gathered = unread > PAYLOAD_MIN
+                reader._gathered = unread > SCRATCH_BYTES
                 if kind == MSET or kind == DEL:
                     self.note_if_slow(words_from(0), clock_ns() - began_ns)
             if self._reply_bytes + out_bytes >= REPLY_HIGH:
@@ -649,7 +649,7 @@ cdef class HotSession:
         cdef Reader reader = self._parser
         reader._take_overflow()
         reader._args.append(reader._body_hold)
-        reader._after_payload, reader._gathered = True, False
+        reader._after_payload, reader._gathered = reader._length > SCRATCH_BYTES, False
         reader._body = reader._body_hold = None
         reader._filled = 0
         reader._remaining -= 1

@@ -391,7 +391,7 @@ class Parser(Reader):
         self._take_overflow()
         # No payload of the arena, so it becomes bytes like every other argument: a copy, of what is large but rare.
         self._args.append(bytes(self._body[: self._length]) if self._body_hold is None else self._body_hold)
-        self._after_payload = self._body_hold is not None
+        self._after_payload = self._body_hold is not None and self._length > SCRATCH_BYTES
         self._gathered = False
         self._body, self._body_hold, self._filled = None, None, 0
         self._remaining -= 1
