@@ -10,7 +10,8 @@ import torch
 
 from kvredis.adapters.engine.tensors import outside_pools
 from kvredis.adapters.paged.jobs import MovingOptions
-from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import Scheduling
 from kvredis.adapters.vllm.weights import WAIT_STEPS_MAX, KeyWeights, WeightsWatch
 from kvredis.adapters.vllm.worker import PagedWorker, Results, call_around_sleep, worker_of
 from tests.adapters.vllm.test_worker import PAGES, TOKENS, WAIT_S, Gate, Halves, tables_of
