@@ -32,8 +32,7 @@ from kvredis.server.protocol.replies import (
     map_reply,
 )
 from kvredis.server.protocol.request import REFUSED
-from kvredis.storage.entry import LeaseRun, Reservation
-from kvredis.storage.lease_many import Found
+from kvredis.storage.entry import Found, LeaseRun, Reservation
 
 from .attach import LEASE_MS_MAX, LEASES_MAX, NOT_ATTACHED, SHARE_USED, AttachedClient, boot_id
 from .gpu import GpuClient

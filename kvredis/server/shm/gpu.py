@@ -25,8 +25,7 @@ from kvredis.server.client.client import Client, Host
 from kvredis.server.net.zerocopy import peer_pid
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import Reply, bulk, error, integer
-from kvredis.storage.entry import Entry
-from kvredis.storage.lease_many import Found
+from kvredis.storage.entry import Entry, Found
 from kvredis.storage.store import Store
 from kvredis.storage.tiering.gpu import SPILL_WAIT_S, GpuLease, GpuReservation, GpuTier, place_length
 
