@@ -168,18 +168,32 @@ async def test_a_client_keeps_half_of_the_memory_leased_at_most(loop: str, tmp_p
             await client.put(f"k{number}", OLD)
         *places, refused = await client.ask("KV.LEASE", 0, *(f"k{number}" for number in range(5)))
         assert str(refused) == SHARE_USED
+        assert await client.ask("KV.LEASE", 0, "k1") == [places[1]], "the same place once more takes nothing more"
+        assert await client.ask("KV.RELEASE", places[1][0]) == 1
         assert await client.ask("KV.RELEASE", places[0][0]) == 1
         assert len((await client.ask("KV.LEASE", 0, "k4"))[0]) == 3
         await client.ask("RESET")
         await until(lambda: live.gpu.holds == 0)
 
 
-async def test_a_lease_ends_by_its_limit(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_end_by_their_limits_and_those_of_one_place_in_their_order(loop: str, tmp_path: Path) -> None:
     async with GpuServer(tmp_path) as live, on_gpu(live) as client:
         await client.put("k", OLD)
-        (place,) = await client.ask("KV.LEASE", 1, "k")
+        (place,) = await client.ask("KV.LEASE", 60_000, "k")
+        assert await client.ask("KV.LEASE", 1, "k") == [place]
+        await until(lambda: live.gpu.holds == 1)
+        assert await client.ask("KV.RELEASE", place[0]) == 0, "of the one whose limit has passed"
+        assert await client.ask("KV.RELEASE", place[0]) == 1
+        assert live.gpu.holds == 0
+
+
+async def test_what_ended_by_itself_is_not_counted_when_more_is_leased(loop: str, tmp_path: Path) -> None:
+    async with GpuServer(tmp_path) as live, on_gpu(live) as client:
+        for number in range(6):
+            await client.put(f"k{number}", OLD)
+        await client.ask("KV.LEASE", 1, *(f"k{number}" for number in range(4)))
         await until(lambda: live.gpu.holds == 0)
-        assert await client.ask("KV.RELEASE", place[0]) == 0
+        assert [len(place) for place in await client.ask("KV.LEASE", 0, "k4", "k5")] == [3, 3]
 
 
 async def test_another_user_or_one_without_every_key_is_not_given_it(

@@ -294,9 +294,6 @@ def test_what_is_saved_is_read_from_the_gpu_and_comes_back_after_a_crash(fails: 
     options = DiskOptions(directory, 8 * MIB, False, MIB)
     on = OnGpu()
     on.store.add_disk(DiskTier.open(options))
-    tiering = on.store.tiering
-    assert tiering is not None
-    tiering.gpu = on.gpu
     on.put(b"a", b"b")
     on.store.close(save=True)
     on.store = on.open()
