@@ -557,21 +557,23 @@ class GpuTier:
     # ---- making room -------------------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int, *, urgent: bool) -> None:
-        """Have the coldest copied to memory, since a writer has taken `nbytes`, or urgently wants them."""
+        """Have the coldest copied to memory, since a writer has taken `nbytes`; first those that stand where a writer
+        urgently wants them."""
         self._taken_bytes += nbytes
         if not urgent and self._taken_bytes * LOOK_PART < self._ahead_bytes:
             return
         with self.store.lock:
             self._taken_bytes = 0
-            short_bytes = max(self._ahead_bytes, nbytes if urgent else 0) - self.allocator.free_bytes
-            plan: list[Entry] = []
+            short_bytes = self._ahead_bytes - self.allocator.free_bytes
+            standing = self.allocator.window(nbytes, self._coldest()) if urgent else None
+            plan = [] if standing is None else [block.entry for block in standing[1] if not self._is_ready(block)]
             for block in islice(self._coldest(), AHEAD_ENTRIES_MAX):
                 if short_bytes <= 0:
                     break
                 short_bytes -= block.extent.length
                 if not self._is_ready(block):
                     plan.append(block.entry)
-        for entry in plan:
+        for entry in dict.fromkeys(plan):
             if self.transfers.find(entry.key, entry.space) is None:
                 self.send_for(Kind.SPILL, entry, self._spilled)
 
