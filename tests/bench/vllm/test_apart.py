@@ -96,11 +96,12 @@ def test_times_are_told_from_the_prefill_engine_s_and_compared_with_the_decode_e
 
 def test_bars_are_judged_for_long_prompts_of_the_8b_model_on_two_gpus(tmp_path: Path) -> None:
     where, _ = fake(tmp_path, H200)
-    result = run(
-        replace(SMALL, shape=None, prompt_tokens=15_400, chunk_tokens=256, repeats=1), where, lambda step: None
-    )
+    result = run(replace(SMALL, repeats=1), where, lambda step: None)
+    assert len(gate_of(result)) == 12, "tokens and hits"
+    result["options"] |= {"shape": "8b", "prompt_tokens": 15_400}
     judged = {line["name"]: line["passed"] for line in gate_of(result)}
     assert judged["handover ms    chunked, asked behind"]
+    assert judged["handover ms    whole, asked behind"]
     assert judged[f"/ single       whole, asked {BESIDE}"] is False
     assert judged["longest gap ms, loaded"] is False
 
