@@ -68,12 +68,12 @@ class Store(StoreState):
         io = IoThreads(io_threads, QUEUE_JOBS_MAX, max(QUEUE_BYTES_LOW, 2 * self.arena.nbytes), clock_s=self.now_s)
         self.keep = keep
         self.tiering = Tiering(self, disk, io, spill_wait_s)
+        self.tiering.gpu = self.gpu
         self.tiering.load()
         io.start()
 
     def add_gpu(self, arena: DeviceArena) -> None:
-        """Put a tier of GPU memory, which is the store's from here on, beside memory; a disk tier is there
-        already."""
+        """Put a tier of GPU memory, which is the store's from here on, beside memory."""
         self.gpu = GpuTier(self, arena)
         self.gpu.io.start()
         if self.tiering is not None:

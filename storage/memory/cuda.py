@@ -97,17 +97,16 @@ class Device:
             code = driver.cuDeviceGetAttribute(ctypes.byref(supported), attribute, self._handle)
             if code != SUCCESS or not supported.value:
                 raise DeviceError(f"GPU {number} {what}")
+        raw = (ctypes.c_ubyte * 16)()
+        check(driver, driver.cuDeviceGetUuid(raw, self._handle), "cuDeviceGetUuid")
+        digits = bytes(raw).hex()
+        self.uuid = f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+        """What names the GPU on this host whichever GPUs a process sees, as nvidia-smi writes it."""
+        self.granularity_bytes = self._granularity()
+        """What the size of memory that can be mapped is a multiple of: 2 MiB, as a rule."""
         check(
             driver, driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._handle), f"context of {number}"
         )
-
-    @property
-    def uuid(self) -> str:
-        """What names the GPU on this host whichever GPUs a process sees, as nvidia-smi writes it."""
-        raw = (ctypes.c_ubyte * 16)()
-        check(self.driver, self.driver.cuDeviceGetUuid(raw, self._handle), "cuDeviceGetUuid")
-        digits = bytes(raw).hex()
-        return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
     @property
     def properties(self) -> AllocationProperties:
@@ -118,16 +117,6 @@ class Device:
     def access(self) -> Access:
         """What this GPU may do with mapped memory: read and write."""
         return Access(Location(_LOCATION_DEVICE, self.number), _ACCESS_READ_WRITE)
-
-    @property
-    def granularity_bytes(self) -> int:
-        """What the size of memory that can be mapped is a multiple of: 2 MiB, as a rule."""
-        found, properties = ctypes.c_size_t(), self.properties
-        code = self.driver.cuMemGetAllocationGranularity(
-            ctypes.byref(found), ctypes.byref(properties), _GRANULARITY_MINIMUM
-        )
-        check(self.driver, code, "cuMemGetAllocationGranularity")
-        return int(found.value)
 
     def free_bytes(self) -> tuple[int, int]:
         """How much of its memory is free, and how much it has."""
@@ -150,3 +139,11 @@ class Device:
         context, self._context = self._context, ctypes.c_void_p()
         if context.value is not None:
             self.driver.cuDevicePrimaryCtxRelease_v2(self._handle)
+
+    def _granularity(self) -> int:
+        found, properties = ctypes.c_size_t(), self.properties
+        code = self.driver.cuMemGetAllocationGranularity(
+            ctypes.byref(found), ctypes.byref(properties), _GRANULARITY_MINIMUM
+        )
+        check(self.driver, code, "cuMemGetAllocationGranularity")
+        return int(found.value)

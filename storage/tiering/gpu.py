@@ -60,7 +60,8 @@ AHEAD_BYTES_MAX: Final = 1024**3
 """An eighth of the GPU's memory, but no more than this, is kept free or copied to memory already."""
 
 AHEAD_ENTRIES_MAX: Final = 512
-"""How many of the coldest blocks are looked through for that."""
+"""How many of the coldest blocks are looked through for that, and how many are passed over in search of some that can
+leave at once."""
 
 LOOK_PART: Final = 4
 """They are looked through when a quarter of that has been taken since the last look."""
@@ -480,6 +481,18 @@ class GpuTier:
         """Whether a block can leave the GPU at once, being elsewhere too."""
         return block.entry.is_resident or block.entry.record is not None
 
+    def _ready(self) -> Iterator[Block]:
+        """Those of the coldest that can leave at once. Others are passed over, but not many: behind them are blocks
+        that are used, and the event loop waits."""
+        passed = 0
+        for block in self._coldest():
+            if self._is_ready(block):
+                yield block
+                continue
+            passed += 1
+            if passed == AHEAD_ENTRIES_MAX:
+                return
+
     def _may_leave(self, block: Block) -> bool:
         """Whether a block can leave, copied or not, by the policy in force."""
         return self._is_ready(block) or not self.store.policy.selective or block.entry.expire_at_ms != 0
@@ -494,7 +507,7 @@ class GpuTier:
                 extent = self.allocator.allocate(nbytes)
         if extent is not None or nbytes > self.arena.nbytes:
             return extent
-        found = self.allocator.window(nbytes, filter(self._is_ready, self._coldest()))
+        found = self.allocator.window(nbytes, self._ready())
         if found is None and drop and self.store.evicts:
             found = self.allocator.window(nbytes, filter(self._may_leave, self._coldest()))
         if found is None:
@@ -544,21 +557,23 @@ class GpuTier:
     # ---- making room -------------------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int, *, urgent: bool) -> None:
-        """Have the coldest copied to memory, since a writer has taken `nbytes`, or urgently wants them."""
+        """Have the coldest copied to memory, since a writer has taken `nbytes`; first those that stand where a writer
+        urgently wants them."""
         self._taken_bytes += nbytes
         if not urgent and self._taken_bytes * LOOK_PART < self._ahead_bytes:
             return
         with self.store.lock:
             self._taken_bytes = 0
-            short_bytes = max(self._ahead_bytes, nbytes if urgent else 0) - self.allocator.free_bytes
-            plan: list[Entry] = []
+            short_bytes = self._ahead_bytes - self.allocator.free_bytes
+            standing = self.allocator.window(nbytes, self._coldest()) if urgent else None
+            plan = [] if standing is None else [block.entry for block in standing[1] if not self._is_ready(block)]
             for block in islice(self._coldest(), AHEAD_ENTRIES_MAX):
                 if short_bytes <= 0:
                     break
                 short_bytes -= block.extent.length
                 if not self._is_ready(block):
                     plan.append(block.entry)
-        for entry in plan:
+        for entry in dict.fromkeys(plan):
             if self.transfers.find(entry.key, entry.space) is None:
                 self.send_for(Kind.SPILL, entry, self._spilled)
 

@@ -48,7 +48,7 @@ class GpuClient:
         self._store = store
         self._share_bytes = tier.arena.nbytes // SHARE
         self._held: dict[int, list[GpuLease]] = {}  # by offset; those at one place by when their limits come
-        self._held_bytes = 0
+        self._held_bytes = self._count = 0
         self._pidfd = -1
         if pid > 0:
             with suppress(OSError):  # a kernel before 5.3, or a process of another namespace
@@ -68,15 +68,16 @@ class GpuClient:
         lease = self._tier.lease(key, space, limit_s)
         if lease is None:
             return None
-        if self._held_bytes + lease.nbytes > self._share_bytes or len(self._held) >= leases_max:
+        if not self._fits(lease, leases_max):
             self._forget_ended()
-            if self._held_bytes + lease.nbytes > self._share_bytes or len(self._held) >= leases_max:
+            if not self._fits(lease, leases_max):
                 lease.release()
                 return GPU_SHARE_USED
         held = self._held.setdefault(lease.offset, [])
+        self._held_bytes += max(0, lease.nbytes - _nbytes(held))
+        self._count += 1
         held.append(lease)
         held.sort(key=_limit_s)
-        self._held_bytes += lease.nbytes
         return b"*3\r\n:%d\r\n:%d\r\n$3\r\ngpu\r\n" % (self.base + lease.offset, lease.length)
 
     def used_in_memory(self, found: Sequence[Found]) -> None:
@@ -94,9 +95,10 @@ class GpuClient:
                 continue
             held = self._held.get(address - self.base)
             if held:
-                lease = held.pop(0)
-                self._held_bytes -= lease.nbytes
-                ended += lease.release()
+                before = _nbytes(held)
+                ended += held.pop(0).release()
+                self._held_bytes -= before - _nbytes(held)
+                self._count -= 1
                 if not held:
                     del self._held[address - self.base]
         return others, ended
@@ -107,7 +109,8 @@ class GpuClient:
 
     def close(self) -> None:
         """End all of it with the connection. `has_ended` can be asked while room is kept from others for its sake."""
-        held, self._held, self._held_bytes = self._held, {}, 0
+        held, self._held = self._held, {}
+        self._held_bytes = self._count = 0
         for leases in held.values():
             for lease in leases:
                 lease.release()
@@ -115,13 +118,23 @@ class GpuClient:
     def _forget_ended(self) -> None:
         """Count leases whose limit has passed no more; a KV.RELEASE of one finds nothing to end either way."""
         for leases in self._held.values():
-            self._held_bytes -= sum(lease.nbytes for lease in leases if not lease.held)
             leases[:] = [lease for lease in leases if lease.held]
         self._held = {offset: leases for offset, leases in self._held.items() if leases}
+        self._held_bytes = sum(map(_nbytes, self._held.values()))
+        self._count = sum(map(len, self._held.values()))
+
+    def _fits(self, lease: GpuLease, leases_max: int) -> bool:
+        more = max(0, lease.nbytes - _nbytes(self._held.get(lease.offset, ())))
+        return self._held_bytes + more <= self._share_bytes and self._count < leases_max
 
     def __del__(self) -> None:
         if self._pidfd >= 0:
             os.close(self._pidfd)
+
+
+def _nbytes(leases: Sequence[GpuLease]) -> int:
+    """What leases at one place take of the client's share."""
+    return max((lease.nbytes for lease in leases), default=0)
 
 
 def _limit_s(lease: GpuLease) -> float:

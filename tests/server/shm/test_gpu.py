@@ -3,6 +3,7 @@ when one of them, or the GPU, goes."""
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from kvredis.server.http.page.survey import Survey
 from kvredis.server.shm import attach as attach_module
+from kvredis.storage.disk.recovery import DiskOptions
+from kvredis.storage.disk.tier import DiskTier
 from kvredis.storage.memory import cuda
 from kvredis.storage.tiering import gpu as tier_module
 from tests.server.gpu_server import GPU_BYTES, GpuClient, GpuServer, on_gpu
 from tests.server.lane_client import attached, connected
-from tests.server.live import MIB, LiveServer, pattern, until
+from tests.server.live import MIB, OOM, LiveServer, pattern, until
 from tests.server.tiered_server import info
 from tests.stand_in_cuda import stand_in_cuda
 
@@ -168,18 +172,32 @@ async def test_a_client_keeps_half_of_the_memory_leased_at_most(loop: str, tmp_p
             await client.put(f"k{number}", OLD)
         *places, refused = await client.ask("KV.LEASE", 0, *(f"k{number}" for number in range(5)))
         assert str(refused) == SHARE_USED
+        assert await client.ask("KV.LEASE", 0, "k1") == [places[1]], "the same place once more takes nothing more"
+        assert await client.ask("KV.RELEASE", places[1][0]) == 1
         assert await client.ask("KV.RELEASE", places[0][0]) == 1
         assert len((await client.ask("KV.LEASE", 0, "k4"))[0]) == 3
         await client.ask("RESET")
         await until(lambda: live.gpu.holds == 0)
 
 
-async def test_a_lease_ends_by_its_limit(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_end_by_their_limits_and_those_of_one_place_in_their_order(loop: str, tmp_path: Path) -> None:
     async with GpuServer(tmp_path) as live, on_gpu(live) as client:
         await client.put("k", OLD)
-        (place,) = await client.ask("KV.LEASE", 1, "k")
+        (place,) = await client.ask("KV.LEASE", 60_000, "k")
+        assert await client.ask("KV.LEASE", 1, "k") == [place]
+        await until(lambda: live.gpu.holds == 1)
+        assert await client.ask("KV.RELEASE", place[0]) == 0, "of the one whose limit has passed"
+        assert await client.ask("KV.RELEASE", place[0]) == 1
+        assert live.gpu.holds == 0
+
+
+async def test_what_ended_by_itself_is_not_counted_when_more_is_leased(loop: str, tmp_path: Path) -> None:
+    async with GpuServer(tmp_path) as live, on_gpu(live) as client:
+        for number in range(6):
+            await client.put(f"k{number}", OLD)
+        await client.ask("KV.LEASE", 1, *(f"k{number}" for number in range(4)))
         await until(lambda: live.gpu.holds == 0)
-        assert await client.ask("KV.RELEASE", place[0]) == 0
+        assert [len(place) for place in await client.ask("KV.LEASE", 0, "k4", "k5")] == [3, 3]
 
 
 async def test_another_user_or_one_without_every_key_is_not_given_it(
@@ -285,5 +303,71 @@ async def test_tiers_scan_and_metrics_tell_of_it(loop: str, tmp_path: Path) -> N
         figures = dict(zip(tiers[3][::2], tiers[3][1::2], strict=True))
         assert tiers[2] == b"gpu"
         assert (figures[b"capacity"], figures[b"used"], figures[b"entries"]) == (GPU_BYTES, MIB, 1)
+        assert (await Survey(live.store).told())["blocks"] == {"arena": 0, "beside": 0, "disk": 0, "gpu": 1}
         found = await info(await live.connect())
         assert (found["gpu_memory_used_bytes"], found["gpu_memory_blocks"]) == (str(MIB), "1")
+
+
+def _told(key: int, version: int) -> bytes:
+    """A value that says whose it is."""
+    length = 100_000 + 997 * key
+    return b"%08d" % version + pattern(length, 100 * key + version % 89)
+
+
+def _is_right(key: int, value: bytes) -> bool:
+    return value == _told(key, int(value[:8]))
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+async def test_a_crowd_on_and_beside_the_gpu_reads_no_wrong_byte(tmp_path: Path, disk: bool) -> None:
+    """Three write and lease on the GPU, three write and read over TCP; all of it is several times what the GPU has."""
+    rng, keys, versions = random.Random(3), 40, iter(range(1, 1 << 20))
+    live = GpuServer(tmp_path, arena_bytes=4 * MIB, gpu_bytes=2 * MIB)
+    if disk:
+        live.store.add_disk(DiskTier.open(DiskOptions(tmp_path / "disk", 32 * MIB, False, MIB)))
+    seen = {"leased": 0, "read": 0, "stored": 0}
+
+    async def at_the_gpu() -> None:
+        async with on_gpu(live) as client:
+            for _ in range(60):
+                key = rng.randrange(keys)
+                if rng.random() < 0.5:
+                    value = _told(key, next(versions))
+                    room = await client.ask("KV.RESERVE", f"k{key}", len(value), "GPU")
+                    if not isinstance(room, list):
+                        continue
+                    assert client.gpu is not None
+                    client.gpu.write(client.at(room[1]), value)
+                    assert await client.ask(*rng.choice([("KV.COMMIT", room[0])] * 4 + [("KV.ABORT", room[0])])) in (
+                        b"OK",
+                        1,
+                    )
+                    seen["stored"] += 1
+                else:
+                    (place,) = await client.ask("KV.LEASE", 0, f"k{key}")
+                    if isinstance(place, list):
+                        assert len(place) == 2 or _is_right(key, client.bytes_at(place))
+                        seen["leased"] += len(place) == 3
+                        assert await client.ask("KV.RELEASE", place[0]) == 1
+
+    async def beside() -> None:
+        client = await live.connect("tcp")
+        for _ in range(60):
+            key = rng.randrange(keys)
+            act = rng.random()
+            if act < 0.2:
+                assert await client.ask("SET", f"k{key}", _told(key, next(versions))) in (b"+OK\r\n", OOM)
+            elif act < 0.25:
+                await client.ask("DEL", f"k{key}")
+            elif act < 0.3:
+                await client.ask("SWAPDB", "0", "1")
+            else:
+                value = await client.get(f"k{key}")
+                assert value is None or _is_right(key, value)
+                seen["read"] += value is not None
+
+    async with live:
+        await asyncio.gather(*(at_the_gpu() for _ in range(3)), *(beside() for _ in range(3)))
+        assert min(seen.values()) > 10, seen
+        assert live.gpu.stats.spilled > 0
+        await until(lambda: live.gpu.holds == 0 and live.gpu.io.drain(0.0))

@@ -294,9 +294,6 @@ def test_what_is_saved_is_read_from_the_gpu_and_comes_back_after_a_crash(fails: 
     options = DiskOptions(directory, 8 * MIB, False, MIB)
     on = OnGpu()
     on.store.add_disk(DiskTier.open(options))
-    tiering = on.store.tiering
-    assert tiering is not None
-    tiering.gpu = on.gpu
     on.put(b"a", b"b")
     on.store.close(save=True)
     on.store = on.open()
@@ -369,3 +366,14 @@ def test_a_gpu_that_dies_as_a_block_comes_is_given_up(on: OnGpu, fails: Path) ->
     assert on.gpu.is_lost
     assert on.gpu.used_bytes == 0
     assert on.get(b"a") == on.content(b"a")
+
+
+def test_blocks_that_stand_in_the_way_of_a_long_value_are_copied_first(on: OnGpu) -> None:
+    names = keys(BLOCKS)
+    on.put(*names)
+    for name in names[::2]:  # elsewhere too, but none of them beside another
+        on.get(name)
+    assert on.gpu.reserve(b"long", 3 * BLOCK_BYTES, drop=False) is None
+    on.io.run()
+    assert on.gpu.reserve(b"long", 3 * BLOCK_BYTES, drop=False) is not None
+    assert on.store.stats.evicted == 0
