@@ -4,7 +4,7 @@
 All of it is Python's to see: `storage/entry.py`, `index.py` and `memory/allocator.py` hand the classes on, `state.py`
 adds to StoreCore what is rare (eviction, tiers, flushes), and `store.py` the other verbs. It is compiled because a SET
 or a GET takes each of these steps once, and as bytecode they took most of its time. Beside each `def` for Python stands
-a `cdef` without a frame for the server's hot path (kvredis/server/protocol/_plain.pyx); there is one body for both.
+a `cdef` without a frame for the server's hot path (kvredis/server/protocol/_hot.pyx); there is one body for both.
 
 Nothing here lets the interpreter's lock go, so a step that calls no Python is one step to every other thread. The
 store's own lock is taken all the same where accounts must agree: another thread may stand in the middle of Python.

@@ -563,6 +563,8 @@ cdef class HotSession:
         cdef Py_ssize_t number
         if self.store.tiering is not None or (words.count > 3 and self.store.may_refuse):
             return STRANGE
+        if words.payload > reader.bulk_bytes_max:
+            return STRANGE
         reader._args = [word(number) for number in range(words.complete)]
         reader._remaining, reader._length = words.count - words.complete, words.payload
         reader._held_bytes = reader._arena_bytes = 0
@@ -585,6 +587,8 @@ cdef class HotSession:
                 found = number_line(&at, end, 36, &length)
                 if found != DONE:
                     return found
+                if length > reader.bulk_bytes_max:
+                    return STRANGE
                 reader._start = at - PyByteArray_AS_STRING(reader._scratch)
                 reader._length = length
             length = reader._length
@@ -611,7 +615,7 @@ cdef class HotSession:
         cdef StoreCore store = self.store
         cdef Py_ssize_t length = reader._length, wanted = length + 4096 + 514, here, start, past
         cdef Reservation hold
-        if length < PAYLOAD_MIN or length >= PAYLOAD_PAST or length > reader.bulk_bytes_max or len(reader._args) % 2:
+        if length < PAYLOAD_MIN or length >= PAYLOAD_PAST or len(reader._args) % 2:
             return STRANGE
         if length + reader._held_bytes + ARGUMENT_COST * (len(reader._args) + 1) > reader.query_bytes_max:
             return STRANGE

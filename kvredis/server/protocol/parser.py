@@ -11,6 +11,7 @@ is the one that knows every rule and error text of Redis 7.2 (networking.c, proc
 processInlineBuffer).
 """
 
+import sys
 from collections.abc import Callable
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Final
@@ -117,7 +118,7 @@ class Parser(Reader):
             return self._filled < len(self._body)
         self._end += received
         if self._end - self._start == len(self._scratch) < room_bytes:
-            self._grow(4)
+            self._grow(4, room_bytes)
         return self._end - self._start < len(self._scratch)
 
     def take(self, received: int = 0) -> list[list[Argument]]:
@@ -409,10 +410,10 @@ class Parser(Reader):
         self._start = at + 1
         return list(words_of(line.removesuffix(b"\r")))
 
-    def _grow(self, factor: int) -> None:
+    def _grow(self, factor: int, bytes_max: int = sys.maxsize) -> None:
         """A line longer than the scratch, of which Redis allows 64 KiB, a gathered command, or what is put by."""
         unread = bytes(self._view[self._start : self._end])
-        self._scratch = bytearray(len(self._scratch) * factor)
+        self._scratch = bytearray(min(len(self._scratch) * factor, bytes_max))
         self._scratch[: len(unread)] = unread
         self._view = memoryview(self._scratch)
         self._start, self._end = 0, len(unread)

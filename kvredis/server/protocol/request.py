@@ -48,8 +48,8 @@ SCRATCH_BYTES: Final = 20 * 1024
 16 KiB comes in one receive, which costs more than copying it does."""
 
 HEAD_BYTES: Final = 512
-"""What is offered instead to a client whose last command brought a payload that is longer than that: room for the next one's header and little
-of its bytes. More is offered again as soon as something else comes."""
+"""What is offered instead to a client whose last command brought a payload that is longer than that: room for the next
+one's header and little of its bytes. More is offered again as soon as something else comes."""
 
 LINE_BYTES_MAX: Final = 64 * 1024
 """Redis' PROTO_INLINE_MAX_SIZE: the longest line without a newline."""
