@@ -21,6 +21,7 @@ Lock order: the store's lock guards all that is here; it is never held across a 
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -51,6 +52,10 @@ QUEUE_BYTES_LOW: Final = 1024**3
 LIFTED_HITS_MIN: Final = 2
 """A block that lies in memory is copied to the GPU when a client with a GPU leases it and this is a further use: most
 blocks are read once, and then the copy to the GPU is work for nothing."""
+
+LIFTED_FOR_S: Final = 10.0
+"""No block leaves the GPU for it that was used in the last ten seconds: a round over more than the GPU holds would have
+each block copied each time, over the link that its readers need."""
 
 LIFTED_PART: Final = 8
 """Blocks on their way to the GPU may take an eighth of its memory: what comes beyond that is leased again."""
@@ -361,7 +366,10 @@ class GpuTier:
             if entry.hits < LIFTED_HITS_MIN or self.is_lost or self._lifting_bytes + nbytes > most_bytes:
                 continue
             with store.lock:
-                if not self._may_lift(entry) or (place := self._place(nbytes, drop=False)) is None:
+                if not self._may_lift(entry):
+                    continue
+                place = self._place(nbytes, drop=False, unused_since_s=store.now_s() - LIFTED_FOR_S)
+                if place is None:
                     continue
                 self.reserved_bytes += nbytes
                 self._lifting_bytes += nbytes
@@ -481,12 +489,12 @@ class GpuTier:
         """Whether a block can leave the GPU at once, being elsewhere too."""
         return block.entry.is_resident or block.entry.record is not None
 
-    def _ready(self) -> Iterator[Block]:
+    def _ready(self, unused_since_s: float) -> Iterator[Block]:
         """Those of the coldest that can leave at once. Others are passed over, but not many: behind them are blocks
         that are used, and the event loop waits."""
         passed = 0
         for block in self._coldest():
-            if self._is_ready(block):
+            if self._is_ready(block) and block.entry.accessed_s <= unused_since_s:
                 yield block
                 continue
             passed += 1
@@ -497,7 +505,9 @@ class GpuTier:
         """Whether a block can leave, copied or not, by the policy in force."""
         return self._is_ready(block) or not self.store.policy.selective or block.entry.expire_at_ms != 0
 
-    def _place(self, nbytes: int, *, drop: bool) -> Extent | None:
+    def _place(self, nbytes: int, *, drop: bool, unused_since_s: float = math.inf) -> Extent | None:
+        """An extent of the GPU's memory. Without `drop` only blocks leave for it that are elsewhere too, and have not
+        been used since `unused_since_s`."""
         extent = self.allocator.allocate(nbytes)
         if extent is None and nbytes <= self.arena.nbytes:
             self._revoke_overdue()
@@ -507,7 +517,7 @@ class GpuTier:
                 extent = self.allocator.allocate(nbytes)
         if extent is not None or nbytes > self.arena.nbytes:
             return extent
-        found = self.allocator.window(nbytes, self._ready())
+        found = self.allocator.window(nbytes, self._ready(unused_since_s))
         if found is None and drop and self.store.evicts:
             found = self.allocator.window(nbytes, filter(self._may_leave, self._coldest()))
         if found is None:

@@ -12,7 +12,7 @@ from kvredis.storage.memory import cuda
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.memory.device_arena import DeviceArena
 from kvredis.storage.store import Store
-from kvredis.storage.tiering.gpu import ABANDONED_S, GpuReservation, GpuTier
+from kvredis.storage.tiering.gpu import ABANDONED_S, LIFTED_FOR_S, GpuReservation, GpuTier
 from tests.stand_in_cuda import stand_in_cuda
 from tests.storage.small_store import Clock, content, read
 
@@ -348,6 +348,10 @@ def test_no_block_leaves_the_gpu_unread_for_one_that_memory_has(on: OnGpu) -> No
     assert not on.gpu.has(entry)
     on.io.run()
     assert on.get(b"k0") == on.content(b"k0")
+    on.gpu.lift([entry])
+    on.io.run()
+    assert not on.gpu.has(entry), "k0 was used a moment ago"
+    on.clock.now_s += LIFTED_FOR_S
     on.gpu.lift([entry])
     on.io.run()
     assert on.gpu.has(entry)
