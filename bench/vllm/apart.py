@@ -271,7 +271,7 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
         setting = setting_of(plan, facts_of(where, folder))
         notes += _notes(setting)
-        room = 4 * room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
+        room = room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
         server = stack.enter_context(server_for((LANE,), room))
         assert server is not None
         facts, names = machine_facts(), (*plan.arms, _DECODE)
