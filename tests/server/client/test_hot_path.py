@@ -10,7 +10,7 @@ import pytest
 from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Command
 from tests.server.feed import request
-from tests.server.live import LiveServer, run_on
+from tests.server.live import LiveServer, run_on, until
 
 KEYS = [b"key:%d" % number for number in range(40)]
 LARGE = b"L" * 20_000
@@ -164,3 +164,56 @@ async def test_a_run_is_a_later_use_than_a_lookup_that_was_put_off(loop: str, li
     assert await client.read(14) == 2 * b"$1\r\n3\r\n"
     live.store.catch_up()
     assert [entry.key for entry in live.store.inline_policy.victims()] == [b"b", b"a", b"c"]
+
+
+async def test_an_answer_does_not_wait_for_the_rest_of_the_next_value(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    whole = request("SET", "k", LARGE)
+    await client.send_raw(whole + whole[:5_000])
+    assert await client.read_line() == b"+OK\r\n"
+    await client.send_raw(whole[5_000:] + request("GET", "k"))
+    assert await client.read_line() == b"+OK\r\n"
+    assert await client.read_bulk() == LARGE
+
+
+async def test_what_comes_behind_a_value_does_not_stay_behind_it_in_the_arena(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    secret = request("ECHO", b"only for the server " * 10)
+    whole = request("SET", "k", b"L" * 100_000)
+    await client.send_raw(whole[:50_000])
+    await until(lambda: live.store.reserved_bytes)
+    await client.send_raw(whole[50_000:] + secret)
+    assert await client.read_line() == b"+OK\r\n"
+    assert await client.read_bulk() == b"only for the server " * 10
+    assert b"only for the server" not in bytes(live.store.arena.view)
+
+
+async def test_many_values_of_the_arena_come_in_one_command(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    values = [
+        bytes([65 + number]) * length for number, length in enumerate([5, 16_383, 16_384, 16_385, 99_999, 0, 300_000])
+    ]
+    words = [word for number, value in enumerate(values) for word in (b"k%d" % number, value)]
+    for cut in (10**7, 1_000, 40_000):
+        data = request("MSET", *words) + request("MSET", "a", LARGE, "a", "small")
+        for at in range(0, len(data), cut):
+            await client.send_raw(data[at : at + cut])
+        assert await client.read(10) == b"+OK\r\n" * 2
+        for number, value in enumerate(values):
+            assert await client.get(f"k{number}") == value
+        assert await client.get("a") == b"small"
+    assert live.server.stats.sets_duplicate == 3
+    live.store.check_integrity()
+
+
+async def test_a_client_that_goes_in_the_middle_of_many_values_leaves_nothing_reserved(
+    loop: str, live: LiveServer
+) -> None:
+    other, client = await live.connect(), await live.connect()
+    data = request("MSET", "a", LARGE, "b", LARGE, "c", LARGE)
+    await client.send_raw(data[:50_000])
+    await until(lambda: live.store.reserved_bytes > 2 * len(LARGE))
+    client.close()
+    await until(lambda: not live.store.reserved_bytes)
+    assert await other.ask("EXISTS", "a", "b", "c") == b":0\r\n"
+    live.complaints.clear()
