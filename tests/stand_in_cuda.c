@@ -17,7 +17,9 @@
 
 #define GRANULARITY (2u << 20)
 
-static size_t taken;
+#define HANDLES_MAX 65536
+
+static size_t taken, size_of[HANDLES_MAX]; /* size_of: of the memory that this process has made, by handle */
 static __thread int depth;
 
 static long number(const char *name, long otherwise) {
@@ -71,7 +73,7 @@ int cuMemHostUnregister(void *address) { return 0; }
 
 int cuMemGetInfo_v2(size_t *free, size_t *total) {
     *total = (size_t)number("STAND_IN_CUDA_BYTES", 1L << 30);
-    *free = *total - taken;
+    *free = *total > taken ? *total - taken : 0;
     return 0;
 }
 int cuMemGetAllocationGranularity(size_t *granularity, const void *properties, int option) {
@@ -83,8 +85,8 @@ int cuMemCreate(unsigned long long *handle, size_t size, const void *properties,
     if (size % GRANULARITY) return 1;
     if (taken + size > (size_t)number("STAND_IN_CUDA_BYTES", 1L << 30)) return 2;
     int fd = memfd_create("stand-in-gpu", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, (off_t)size)) return 2;
-    taken += size;
+    if (fd < 0 || fd >= HANDLES_MAX || ftruncate(fd, (off_t)size)) return 2;
+    taken += size_of[fd] = size;
     *handle = (unsigned long long)fd;
     return 0;
 }
@@ -116,7 +118,11 @@ int cuMemUnmap(unsigned long long address, size_t size) {
                 -1, 0) == MAP_FAILED;
 }
 int cuMemAddressFree(unsigned long long address, size_t size) { return munmap((void *)(uintptr_t)address, size) != 0; }
-int cuMemRelease(unsigned long long handle) { return close((int)handle) != 0; }
+int cuMemRelease(unsigned long long handle) {
+    taken -= size_of[handle];
+    size_of[handle] = 0;
+    return close((int)handle) != 0;
+}
 
 int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)1; return depth < 1; }
 int cuStreamDestroy_v2(void *stream) { return 0; }
