@@ -553,7 +553,6 @@ cdef class HotSession:
         return 0
 
     # ---- values that are received into the arena ---------------------------------------------------------------------
-
     #
     # What has come of such a command is kept as the Parser keeps it, so that either can go on with it.
 
@@ -678,8 +677,9 @@ cdef class HotSession:
                 value = args[number + 1]
                 if type(value) is Reservation:
                     (<Reservation> value).publish(0)
-                else:
-                    store.stored(args[number], value, self.space, 0)
+                elif not store.stored(args[number], value, self.space, 0):
+                    self.refuse(kind)  # a SET: each value of an MSET is sure of its room
+                    return DONE
         except Exception:
             answer = self.apologize(args)
             say(PyBytes_AS_STRING(answer), PyBytes_GET_SIZE(answer))

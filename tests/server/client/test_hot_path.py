@@ -10,7 +10,7 @@ import pytest
 from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Command
 from tests.server.feed import request
-from tests.server.live import LiveServer, run_on, until
+from tests.server.live import OOM, LiveServer, run_on, until
 
 KEYS = [b"key:%d" % number for number in range(40)]
 LARGE = b"L" * 20_000
@@ -217,3 +217,18 @@ async def test_a_client_that_goes_in_the_middle_of_many_values_leaves_nothing_re
     await until(lambda: not live.store.reserved_bytes)
     assert await other.ask("EXISTS", "a", "b", "c") == b":0\r\n"
     live.complaints.clear()
+
+
+async def test_a_value_that_began_to_come_by_the_rules_is_refused_as_others_are(loop: str, live: LiveServer) -> None:
+    other, client = await live.connect(), await live.connect()
+    assert await other.ask("CONFIG", "SET", "maxmemory-policy", "noeviction") == b"+OK\r\n"
+    assert await other.ask("CONFIG", "SET", "maxmemory", "1") == b"+OK\r\n"
+    watching = await live.connect()
+    assert await watching.ask("MONITOR") == b"+OK\r\n"
+    await client.send_raw(request("SET", "k", "a value")[:-4])
+    await until(lambda: any(session.pending_bytes for session in live.sessions()))
+    watching.close()
+    await until(lambda: not live.server.monitors)
+    await client.send_raw(request("SET", "k", "a value")[-4:])
+    assert await client.read_line() == OOM
+    assert live.server.stats.command("set").failed_calls + live.server.stats.command("set").rejected_calls == 1
