@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvredis.storage.memory.page_lock import cuda_driver
+from kvredis.storage.memory.cuda import cuda_driver
 
 from .core.errors import BenchError
 

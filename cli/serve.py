@@ -33,8 +33,9 @@ from kvredis.server.options import ServerOptions
 from kvredis.server.server import Server
 from kvredis.storage.background import start_thread
 from kvredis.storage.disk.tier import DiskTier
-from kvredis.storage.errors import ArenaError, ConfigError, KVRedisError
+from kvredis.storage.errors import ArenaError, ConfigError, DeviceError, KVRedisError
 from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.memory.device_arena import DeviceArena
 from kvredis.storage.memory.memory_limits import gib
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
@@ -98,13 +99,14 @@ def serve(config_file: Path | None, **flags: Any) -> None:
             notify(f"STATUS=Opening the disk tier {parts.disk.directory}")
         with told_where(config):
             told_of_disk = add_disk(store, parts)
+        told_of_gpu = add_gpu(store, config)
         warming = Warming(store.arena, config)
         started_s = time.monotonic()
         warming.before_ready()
         size_from = config.origin.get("max_local_cpu_size", "default")
         click.echo(arena_line(store.arena, arena_s + time.monotonic() - started_s, size_from))
-        if told_of_disk:
-            click.echo(told_of_disk)
+        for told in filter(None, (told_of_disk, told_of_gpu)):
+            click.echo(told)
         with told_where(config):
             server = Server(store, options)
             server.listeners.reserved = reserved
@@ -183,6 +185,27 @@ def add_disk(store: Store, options: StoreOptions) -> str:
         f"Disk tier: {options.disk.directory}, {gib(options.disk.limit_bytes)} in segments of "
         f"{gib(disk.geometry.segment_bytes)}, {'O_DIRECT' if disk.direct else f'buffered: {disk.fallback}'}, "
         f"{recovered}, {time.monotonic() - started_s:.3f} s"
+    )
+
+
+def add_gpu(store: Store, config: Config) -> str:
+    """Put a tier of GPU memory beside the store's and say what it is, or why there is none; "" when none is asked for.
+
+    Blocks for half a second. WHY a server that has no GPU starts all the same: its clients do without, too.
+    """
+    if config.gpu is None:
+        return ""
+    if config.lane == "off" or not store.arena.sealed:
+        return "GPU memory: off, since no client can be given it (lane: off)"
+    nbytes, number = config.gpu
+    started_s = time.monotonic()
+    try:
+        arena = DeviceArena.create(nbytes, number)
+    except DeviceError as error:
+        return f"GPU memory: off, {error}"
+    store.add_gpu(arena)
+    return (
+        f"GPU memory: {gib(arena.nbytes)} of GPU {number} ({arena.device.uuid}), {time.monotonic() - started_s:.3f} s"
     )
 
 

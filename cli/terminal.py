@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-TIER_STYLES: Final = {"memory": "green", "disk": "yellow"}
+TIER_STYLES: Final = {"gpu": "cyan", "memory": "green", "disk": "yellow"}
 PLAIN: Final = str.maketrans("━─│├└╸╺…←→↑↓", "#-|+`##~<>^v")
 """What is drawn, column for column, where a terminal has no such characters."""
 PLAIN_ERRORS: Final = "kvredis-plain"

@@ -28,7 +28,7 @@ from kvredis.cli.serve import serve
 from kvredis.server.commands import load_families
 from kvredis.server.commands.registry import COMMANDS, Command
 from kvredis.server.config.settings import SETTINGS, Effect
-from kvredis.server.metrics.metrics import BLOCKS, CLIENTS, DISK, MEMORY, SERVER, TIMES, Figure, Kind
+from kvredis.server.metrics.metrics import BLOCKS, CLIENTS, DISK, GPU, MEMORY, SERVER, TIMES, Figure, Kind
 from kvredis.server.metrics.prometheus import LMCACHE
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ METRICS: Final[Mapping[str, tuple[Figure, ...]]] = {
     "What is looked for and stored": BLOCKS,
     "Memory": MEMORY,
     "Disk": DISK,
+    "GPU memory": GPU,
     "Times": TIMES,
 }
 

@@ -104,7 +104,7 @@ cdef class Index:
 
 
 cdef class StoreCore:
-    cdef public object lock, arena, policy, inline_policy, tiering, now_ms, now_s, end_holds, holders
+    cdef public object lock, arena, policy, inline_policy, tiering, gpu, now_ms, now_s, end_holds, holders
     cdef public StoreCounts stats
     cdef public Index index
     cdef public Holes allocator

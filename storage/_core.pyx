@@ -644,7 +644,7 @@ cdef class StoreCore:
             if entry.extent is not nowhere:
                 self.retired_bytes -= length_of(entry.extent)
                 self.allocator.give(entry.extent)
-        elif not self.keep and entry.record is not None:
+        elif not self.keep and entry.record is not None and (entry.value is not None or entry.extent is not nowhere):
             self._unload(entry)
         return 0
 
@@ -663,7 +663,12 @@ cdef class StoreCore:
         else:
             self.retired(old, entry)
             self.stats.overwritten += 1
-        (self.policy if entry.value is None else self.inline_policy).admit(entry)
+        if entry.value is not None:
+            self.inline_policy.admit(entry)
+        elif entry.extent is not nowhere:
+            self.policy.admit(entry)
+        else:
+            self.away += 1  # it is on the GPU
         if expire_at_ms:
             self.remember_expiry(entry)
         if self.tiering is not None:
@@ -697,6 +702,8 @@ cdef class StoreCore:
                 self.tiering.forget(entry)
             else:
                 self.tiering.supersede(entry, successor)
+        if self.gpu is not None:
+            self.gpu.forget(entry)
         if entry.extent is nowhere and entry.value is None:
             self.away -= 1
             return 0
@@ -924,7 +931,7 @@ cdef class StoreCore:
         cdef Entry entry
         self.guard.take()
         try:
-            if self._put_off_entries or self.tiering is not None:
+            if self._put_off_entries or self.tiering is not None or self.gpu is not None:
                 self.catch_up()
                 self._touch_run([entry for key in keys if (entry := self.visible(key, space)) is not None])
                 return 0

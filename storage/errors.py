@@ -24,6 +24,14 @@ class HugepageShortage(ArenaError):
     """The 2 MiB hugepage pool is smaller than the arena that was required from it."""
 
 
+class DeviceError(KVRedisError):
+    """A GPU's memory could not be had, shared or copied; `code` is the driver's CUresult, 0 where it was not asked."""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 class LayoutError(KVRedisError, ValueError):
     """A block whose header or size is not what its layout says; treated as a miss by the engine."""
 

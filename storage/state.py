@@ -1,7 +1,7 @@
 """The state that a store and its tiers share: index, allocator, policies and byte accounts, under one lock.
 
-Two take its `lock`: Store (store.py), which adds the verbs of clients, and the tier below (tiering/), which this file
-knows as LowerTier alone. The lock is short: never held across a copy or I/O. A step expects it to be held and leaves
+Two take its `lock`: Store (store.py), which adds the verbs of clients, and the tiers (tiering/), which this file knows
+by tier_protocols.py alone. The lock is short: never held across a copy or I/O. A step expects it to be held and leaves
 everything in agreement; none copies a payload, waits or calls out. The few verbs at the end, which tiers need as
 clients do, take it themselves.
 """
@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, merge
 from itertools import islice
 from operator import attrgetter, itemgetter
-from typing import Protocol
 
 from ._core import StoreCore
 from .database import Database
-from .disk.segment import Record
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
 from .eviction.base import LRU, Policy
 from .eviction.succession import Succession
@@ -25,7 +23,8 @@ from .index import Index
 from .lmcache_pairs import Departed, other_half
 from .memory.allocator import GRAIN_BYTES, Allocator, Extent
 from .memory.arena import Arena
-from .stats import StoreStats, TierStats
+from .stats import StoreStats
+from .tier_protocols import DeviceTier, LowerTier
 
 INLINE_SHARE = 16
 """Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""
@@ -107,32 +106,6 @@ class Discarded:
         return True
 
 
-class LowerTier(Protocol):
-    """What a StoreState tells the tier below its memory; the lock is held in every call."""
-
-    stats: TierStats
-
-    def storable(self, entry: Entry) -> bool:
-        """Say whether such a block can be there at all."""
-        ...
-
-    def touch_run(self, records: Sequence[Record]) -> None:
-        """Note that records were used, given head first."""
-        ...
-
-    def forget(self, entry: Entry) -> None:
-        """Note that an entry has left the index."""
-        ...
-
-    def supersede(self, old: Entry, entry: Entry) -> None:
-        """Note that an entry has left the index, since another has come in its place."""
-        ...
-
-    def unloaded(self, entry: Entry, record: Record) -> None:
-        """Note that an entry has left memory."""
-        ...
-
-
 class StoreState(StoreCore):
     """What is where, what holds it and what it costs, in an `arena` that it owns from here on. `now_ms` is wall-clock
     time, for expiry, `now_s` a monotonic clock, for idle times and lease limits; tests pass their own.
@@ -169,9 +142,11 @@ class StoreState(StoreCore):
         """Cost of values outside the arena, overhead included."""
         self.leases = 0
         self.away = 0
-        """Visible entries whose bytes are on disk alone."""
+        """Visible entries whose bytes are not in memory: on disk, on the GPU, or both."""
         self.tiering: LowerTier | None = None
         """What moves blocks between memory and disk; None where memory is the only tier."""
+        self.gpu: DeviceTier | None = None
+        """The tier in GPU memory; None where there is none."""
         self.keep = True
         """False: a block stays in memory only until it is on disk and not held."""
         self.unsaved: dict[Entry, int] = {}
@@ -253,6 +228,19 @@ class StoreState(StoreCore):
         self.inline_policy.touch_run([entry for entry in run if entry.value is not None])
         if self.away and self.tiering is not None:
             self.tiering.touch_run([entry.record for entry in run if entry.record is not None])
+        if self.gpu is not None:
+            self.gpu.touch_run(run)
+
+    def publish_away(self, entry: Entry, expire_at_ms: int) -> None:
+        """Make an entry visible whose bytes are on the GPU."""
+        self._publish(entry, expire_at_ms)
+
+    def at_hand(self, entry: Entry) -> bool:
+        """Whether memory or the GPU has an entry's bytes, so that it needs no record on disk."""
+        return entry.is_resident or self._on_gpu(entry)
+
+    def _on_gpu(self, entry: Entry) -> bool:
+        return self.gpu is not None and self.gpu.has(entry)
 
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""
@@ -274,6 +262,10 @@ class StoreState(StoreCore):
             self._retire(entries.popitem()[1])
         return True
 
+    def give_back_flushed(self) -> bool:
+        """The same for a tier that looks for room."""
+        return self._give_back()
+
     def _drop_discarded(self) -> None:
         """Free a slice of what the last flush has thrown away; the lock is held."""
         if self._discarded is not None and not self._discarded.drop(SLICE_ENTRIES):
@@ -287,6 +279,8 @@ class StoreState(StoreCore):
         # One at a time: what an earlier flush left goes now, or flushing in a loop would pile garbage up.
         self._discarded = Discarded(leaving, buckets, self)
         self._flushed, self._flushed_keys = [], []
+        if self.gpu is not None:
+            self.gpu.start_afresh()
         self.unsaved = {}
         policy = self.policy.new if isinstance(self.policy, Succession) else self.policy
         self.policy, self.inline_policy, self._succession = type(policy)(), type(policy)(), None
@@ -403,7 +397,7 @@ class StoreState(StoreCore):
     def _droppable(self) -> Iterator[Entry]:
         """The entries that may leave the arena, written or not."""
         victims = self.victims(self.policy)
-        return filter(self._may_drop, victims) if self.policy.selective else victims
+        return filter(self.may_drop, victims) if self.policy.selective else victims
 
     def _victims_of_both(self) -> Iterator[Entry]:
         """The same of small values and the others together."""
@@ -466,11 +460,11 @@ class StoreState(StoreCore):
 
     def may_leave(self, entry: Entry) -> bool:
         """Whether an entry can go without being written: the disk has it, or never shall."""
-        return self._may_drop(entry) and not self.is_due(entry)
+        return self.may_drop(entry) and not self.is_due(entry)
 
-    def _may_drop(self, entry: Entry) -> bool:
+    def may_drop(self, entry: Entry) -> bool:
         """Whether an entry can go, written or not, by the policy in force."""
-        if entry.record is not None:
+        if entry.record is not None or self._on_gpu(entry):
             return True
         return self.evicts and (not self.policy.selective or entry.expire_at_ms != 0)
 
@@ -478,12 +472,12 @@ class StoreState(StoreCore):
         """Whether the disk shall have an entry before it leaves, and has not yet."""
         if entry.record is not None or self.tiering is None or not self.tiering.storable(entry):
             return False
-        if entry.database.flushed:
+        if entry.database.flushed or self._on_gpu(entry):
             return False
-        return self._policy_of(entry).spills(entry) or not self._may_drop(entry)
+        return self._policy_of(entry).spills(entry) or not self.may_drop(entry)
 
     def _evict(self, entry: Entry) -> None:
-        if entry.record is not None:
+        if entry.record is not None or self._on_gpu(entry):
             self._unload(entry)
             return
         if self.index.get(entry.key, entry.space) is not entry:
@@ -511,9 +505,8 @@ class StoreState(StoreCore):
         return None if twin is None or (self.policy.selective and not twin.expire_at_ms) else twin
 
     def _unload(self, entry: Entry) -> None:
-        """Drop a block from memory that is on disk too: it stays visible."""
-        assert self.tiering is not None
-        assert entry.record is not None, "no other tier has the bytes"
+        """Drop a block from memory that is on disk or on the GPU too: it stays visible."""
+        assert entry.record is not None or self._on_gpu(entry), "no other tier has the bytes"
         if entry.value is not None:
             self.inline_policy.forget(entry)
             self.inline_bytes -= entry.memory_bytes
@@ -524,8 +517,11 @@ class StoreState(StoreCore):
             self.allocator.free(entry.extent)
             entry.extent = NOWHERE
         self.away += 1
-        self.tiering.stats.unloaded += 1
-        self.tiering.unloaded(entry, entry.record)
+        if self.gpu is not None:
+            self.gpu.unloaded(entry)
+        if self.tiering is not None and entry.record is not None:
+            self.tiering.stats.unloaded += 1
+            self.tiering.unloaded(entry, entry.record)
 
     def _fits_inline(self, old: Entry | None, length: int) -> bool:
         """Whether an inline value may take the place of `old`: one that needs no more than that always may."""
@@ -567,7 +563,7 @@ class StoreState(StoreCore):
                 break
             leaving: list[Entry] = []
             for entry in victims:
-                if entry is newest or not self._may_drop(entry):
+                if entry is newest or not self.may_drop(entry):
                     continue
                 leaving.append(entry)
                 excess -= self._held_bytes(entry)
@@ -597,7 +593,7 @@ class StoreState(StoreCore):
         excess = self.inline_bytes + coming_bytes - self.inline_bytes_high
         # They cannot wait for the disk, which is slower than small values come: a quarter more is its head start.
         lossless = self.tiering is not None and (excess * 4 < self.inline_bytes_high or not self.evicts)
-        check = self.may_leave if lossless else self._may_drop if self.policy.selective else None
+        check = self.may_leave if lossless else self.may_drop if self.policy.selective else None
         for entry in islice(victims, INLINE_LOOK_ENTRIES_MAX) if lossless and self.evicts else victims:
             if excess <= 0:
                 break

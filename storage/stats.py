@@ -52,6 +52,38 @@ class StoreStats(StoreCounts):
 
 
 @dataclass(slots=True)
+class GpuStats(Counters):
+    """What went to and from GPU memory; bytes are payload bytes."""
+
+    stored: int = 0
+    """Blocks that clients wrote there."""
+    stored_bytes: int = 0
+    leased_blocks: int = 0
+    """Blocks that clients read there."""
+    leased_bytes: int = 0
+    spilled: int = 0
+    """Blocks copied to memory: for a reader without a GPU, or ahead of need."""
+    spilled_bytes: int = 0
+    promoted: int = 0
+    """Blocks copied to the GPU, since clients there lease them again."""
+    promoted_bytes: int = 0
+    unloaded: int = 0
+    """Blocks that left the GPU without a copy, since they were elsewhere too."""
+    spill_dropped: int = 0
+    """Blocks that left uncopied, since room was wanted sooner than memory took them."""
+    spill_failed: int = 0
+    """Copies for which there was no room in memory, or that the GPU refused."""
+    spill_waits: int = 0
+    """Values that had to wait for room on the GPU."""
+    refused: int = 0
+    """Values for which there was no room on the GPU."""
+    lost_blocks: int = 0
+    """Blocks that the GPU alone had and did not give: misses."""
+    spilling: Times = field(default_factory=Times)
+    """Copies to memory, with finding room for them."""
+
+
+@dataclass(slots=True)
 class TierStats(Counters):
     """What went between memory and disk; bytes are payload bytes."""
 

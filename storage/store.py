@@ -14,9 +14,11 @@ from .disk.tier import DiskTier
 from .entry import NOWHERE, PAYLOAD_OFFSET_BYTES, SLACK_BYTES, Entry, Lease, extent_length
 from .eviction.base import Policy, make_policy
 from .memory.arena import Arena
+from .memory.device_arena import DeviceArena
 from .options import StoreOptions
 from .state import SLICE_ENTRIES, Change, StoreState
 from .tensor_facts import tokens_of
+from .tiering.gpu import GpuTier
 from .tiering.manager import Tiering
 
 RANDOM_TRIES = 100
@@ -37,6 +39,7 @@ class Store(StoreState):
     """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says which block leaves."""
 
     tiering: Tiering | None
+    gpu: GpuTier | None
 
     @classmethod
     def open(cls, options: StoreOptions) -> "Store":
@@ -65,8 +68,21 @@ class Store(StoreState):
         io = IoThreads(io_threads, QUEUE_JOBS_MAX, max(QUEUE_BYTES_LOW, 2 * self.arena.nbytes), clock_s=self.now_s)
         self.keep = keep
         self.tiering = Tiering(self, disk, io, spill_wait_s)
+        self.tiering.gpu = self.gpu
         self.tiering.load()
         io.start()
+
+    def add_gpu(self, arena: DeviceArena) -> None:
+        """Put a tier of GPU memory, which is the store's from here on, beside memory."""
+        self.gpu = GpuTier(self, arena)
+        self.gpu.io.start()
+        if self.tiering is not None:
+            self.tiering.gpu = self.gpu
+
+    @property
+    def below(self) -> Tiering | GpuTier | None:
+        """What brings blocks into memory that are away: the disk's tier, which knows the GPU, or the GPU's alone."""
+        return self.gpu if self.tiering is None else self.tiering
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
@@ -74,12 +90,14 @@ class Store(StoreState):
         """Lay `patch` over the value under `key` at `offset`, in the arena where the value lies; it grows as far as
         need be, with zeros between its end and `offset`, and expires when it would have.
 
-        False, and nothing has changed, where that cannot be: the value is absent, short (INLINE_BYTES_MAX) or on disk,
-        a reader holds it, or there is no room behind it. Costs a copy of `patch`, made under the lock.
+        False, and nothing has changed, where that cannot be: the value is absent, short (INLINE_BYTES_MAX), on disk or
+        on the GPU, a reader holds it, or there is no room behind it. Costs a copy of `patch`, made under the lock.
         """
         with self.lock:
             entry = self._visible(key, space)
             if entry is None or entry.extent is NOWHERE or entry.leases or entry.record is not None:
+                return False
+            if self._on_gpu(entry):
                 return False
             length = max(entry.length, offset + len(patch))
             if not self._lengthen(entry, extent_length(length)):
@@ -111,6 +129,8 @@ class Store(StoreState):
                 self.remember_expiry(entry)
                 if entry.is_resident:
                     self._policy_of(entry).end_changed(entry)
+                if self.gpu is not None:
+                    self.gpu.end_changed(entry)
                 if self.tiering is not None:
                     self.tiering.set_expiry(entry)
                 self._renumber(entry)
@@ -269,8 +289,12 @@ class Store(StoreState):
         """Give the arena back, with `save` after writing to disk, where there is one, all that is not there; that takes
         as long as it takes. No Reservation or Lease may be used afterwards."""
         self.give_back(None)
+        if self.gpu is not None:
+            self.gpu.drain()
         if self.tiering is not None:
             self.tiering.close(save=save)
+        if self.gpu is not None:
+            self.gpu.close()
         self._memory.release()
         self.arena.close()
 
@@ -312,6 +336,10 @@ class Store(StoreState):
             return self._grows_inline(max(0, growth_bytes))
 
     # ---- looking around ------------------------------------------------------------------------------------------
+
+    def tier_of(self, entry: Entry) -> str:
+        """The fastest tier for a client without a GPU that has an entry's bytes: memory, gpu or disk."""
+        return "gpu" if not entry.is_resident and self._on_gpu(entry) else entry.tier
 
     def names(self, place: int, count: int, space: int = 0) -> tuple[int, list[bytes]]:
         """As `scan`, but expired keys that are not collected yet are among them."""
@@ -363,6 +391,8 @@ class Store(StoreState):
             if self.tiering is not None:
                 figures["memory"]["unsaved"] = len(self.unsaved)
                 figures["disk"] = self.tiering.figures()
+            if self.gpu is not None:
+                figures["gpu"] = self.gpu.figures()
             return figures
 
     def ends(self) -> list[tuple[int, int]]:
@@ -378,7 +408,10 @@ class Store(StoreState):
             in_arena = [entry for entry in (*self.index, *flushed) if entry.extent is not NOWHERE]
             away = [entry for entry in (*self.index, *flushed) if not entry.is_resident]
             assert len(away) == self.away
-            assert all(entry.record is not None for entry in away), "a block is nowhere"
+            nowhere = [entry for entry in away if entry.record is None and not self._on_gpu(entry)]
+            assert all(entry.database.flushed for entry in nowhere), "a block is nowhere"
+            if self.gpu is not None:
+                self.gpu.check_integrity({*self.index, *flushed})
             if self.tiering is not None:
                 kept = {entry for entry in self.unsaved if not entry.database.flushed}
                 assert kept == {entry for entry in self.index if entry.record is None}

@@ -193,6 +193,15 @@ def size_gib_or_none(raw: Any, key: str, source: str) -> float:
     return size_gib(raw, key, source)
 
 
+def gpu_memory(raw: Any, key: str, source: str) -> str:
+    """Read SIZE or SIZE,DEVICE: a size greater than 0, and the number of a GPU; returned as written."""
+    words = str(raw).split(",")
+    size_gib(words[0], key, source)
+    if len(words) > 2 or not all(word.strip().isdecimal() for word in words[1:]):
+        raise ConfigError(key, raw, source, "want SIZE or SIZE,DEVICE: 20GB, or 20GB,1 for the second GPU")
+    return str(raw)
+
+
 def text(raw: Any, key: str, source: str) -> str:
     """Read a string; a bare number is what was written (a password of digits in a YAML file)."""
     if isinstance(raw, str):

@@ -211,6 +211,13 @@ class Config:
     lane_lease_ms: int = _server(
         30_000, parsers.whole(1, 600_000), "MS", "how long such a client may hold a block when it does not say"
     )
+    # -- the server: its tier in GPU memory
+    gpu_memory: str | None = _server(
+        None,
+        parsers.optional(parsers.gpu_memory, "a size"),
+        "SIZE[,DEVICE]",
+        "GPU memory that clients of this host read and write by themselves (20GB, or 20GB,1 on the second GPU)",
+    )
     # -- the server: its disk tier
     disk_io_threads: int = _server(
         4, parsers.whole(1, 64), "N", "threads that write to and read from the disk tier", engine=True
@@ -318,6 +325,14 @@ class Config:
             direct=self.disk_direct,
             source=self.origin.get("local_disk", DEFAULT_ORIGIN),
         )
+
+    @property
+    def gpu(self) -> tuple[int, int] | None:
+        """Return how many bytes of GPU memory are asked for, and of which GPU; None where none are."""
+        if self.gpu_memory is None:
+            return None
+        size, _, device = self.gpu_memory.partition(",")
+        return int(parsers.size_gib(size, "gpu_memory", DEFAULT_ORIGIN) * GIB), int(device or 0)
 
     @property
     def hugepage_mode(self) -> HugepageMode:

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.memory.cuda import LIBRARY_VARIABLE
 
 from . import parsers as values
 from .lmcache import BEFORE_V1, BEFORE_V1_PREFIX, EC_PREFIX, FOREIGN_ENV, FOREIGN_KEYS, FORMER_NAMES
@@ -25,7 +26,14 @@ from .parsers import Loader, Noted, Parser
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 OTHER_VARIABLES = frozenset(
-    {FILE_VARIABLE, "KVREDIS_EVENT_LOOP", "KVREDIS_NATIVE", "LMCACHE_RESP_USERNAME", "LMCACHE_RESP_PASSWORD"}
+    {
+        FILE_VARIABLE,
+        "KVREDIS_EVENT_LOOP",
+        "KVREDIS_NATIVE",
+        LIBRARY_VARIABLE,
+        "LMCACHE_RESP_USERNAME",
+        "LMCACHE_RESP_PASSWORD",
+    }
 )
 """Read elsewhere and no keys."""
 SECTION = "kvredis"

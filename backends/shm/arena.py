@@ -24,7 +24,8 @@ from typing import Any
 from kvredis.storage.background import start_thread
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.copy import address_of
-from kvredis.storage.memory.page_lock import CudaLock, cuda_driver
+from kvredis.storage.memory.cuda import cuda_driver
+from kvredis.storage.memory.page_lock import CudaLock
 
 logger = logging.getLogger(__name__)
 

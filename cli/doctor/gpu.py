@@ -1,4 +1,5 @@
-"""What `kvredis doctor` says of GPUs: the driver, the devices, and whether they take memory of ours as page-locked.
+"""What `kvredis doctor` says of GPUs: the driver, the devices, whether they take memory of ours as page-locked, and
+whether there is as much GPU memory as the configuration asks for.
 
 The trial goes through the same code as the server's page_lock, on one hugepage's worth of memory. It makes a CUDA
 context of some hundred megabytes on the first device for a moment, and none where there is no driver.
@@ -9,8 +10,12 @@ import mmap
 from typing import Any
 
 from kvredis.backends.config.schema import Config
+from kvredis.storage.errors import DeviceError
+from kvredis.storage.memory.cuda import cuda_driver
+from kvredis.storage.memory.device_arena import DeviceArena
 from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES
-from kvredis.storage.memory.page_lock import CudaLock, cuda_driver
+from kvredis.storage.memory.memory_limits import gib
+from kvredis.storage.memory.page_lock import CudaLock
 
 from .finding import Finding
 
@@ -21,13 +26,13 @@ def gpu(config: Config, driver: Any = None) -> tuple[list[Finding], bool]:
     """Look at the GPUs; also says whether their driver page-locks memory. `driver` defaults to this machine's."""
     driver = cuda_driver() if driver is None else driver
     if driver is None:
-        return [Finding("GPU", None, "no driver library (libcuda.so.1)")], False
+        return [Finding("GPU", None, "no driver library (libcuda.so.1)"), *_memory(config)], False
     names = _device_names(driver)
     version = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(version))
     found = f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}, {', '.join(names) or 'no device'}"
     if not names:
-        return [Finding("GPU", None, found)], False
+        return [Finding("GPU", None, found), *_memory(config)], False
     refusal = _trial(driver)
     locks = refusal is None
     fix = (
@@ -36,7 +41,23 @@ def gpu(config: Config, driver: Any = None) -> tuple[list[Finding], bool]:
     trial = Finding(
         "GPU page-lock", locks if config.page_lock else None, refusal or "takes memory of this process", "", fix
     )
-    return [Finding("GPU", None, found), trial], locks
+    return [Finding("GPU", None, found), trial, *_memory(config)], locks
+
+
+def _memory(config: Config) -> list[Finding]:
+    """Whether `gpu_memory` can be had now: as much is free, and some is taken, mapped and given back."""
+    if config.gpu is None:
+        return []
+    nbytes, number = config.gpu
+    needed, fix = f"{gib(nbytes)} of GPU {number}", "gpu_memory: less, or another GPU (SIZE,DEVICE); or none"
+    try:
+        with DeviceArena.create(1, number) as arena:
+            free, total = arena.device.free_bytes()
+            found = f"{gib(free)} of {gib(total)} free on {arena.device.uuid}, shared by descriptors"
+    except DeviceError as error:
+        return [Finding("GPU memory", False, str(error), needed, fix)]
+    enough = free + arena.nbytes >= nbytes
+    return [Finding("GPU memory", enough, found, needed, "" if enough else fix)]
 
 
 def _device_names(driver: Any) -> list[str]:

@@ -153,9 +153,10 @@ def _show(screen: Console, key: bytes, facts: dict[str, Any]) -> None:
             table.add_row(Text(name, "dim"), Text(_fact(name, value), TIER_STYLES.get(str(value), "")))
     screen.print(table)
     if facts.get("dtype") is None and "tensors" not in facts:
-        why = (
-            "on disk alone; GET or kvredis prefetch brings it" if facts.get("tier") == "disk" else "no safetensors file"
-        )
+        why = {
+            "disk": "on disk alone; GET or kvredis prefetch brings it",
+            "gpu": "on the GPU alone; GET brings a copy to memory",
+        }.get(str(facts.get("tier")), "no safetensors file")
         screen.print(Text(f"  no tensor facts: {why}", "dim"))
     for name, stats in facts.get("tensors", {}).items():
         _show_stats(screen, name, stats)

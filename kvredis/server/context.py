@@ -265,6 +265,8 @@ class Context:
         self.store.stats.reset()
         if self.store.tiering is not None:
             self.store.tiering.stats.reset()
+        if self.store.gpu is not None:
+            self.store.gpu.stats.reset()
         self.acl.log.reset_counts()
         self.stats.gone = {kind: each.negated() for kind, each in self.traffic().items()}
 
@@ -294,6 +296,7 @@ class Context:
         self.tracking.forget(session)
         self.admission.forget(session)
         self.disk_reads.forget(session)
+        self.shm.gpu.forget(session)
         self.client_memory.forget(session)
         self.stop_monitoring(session)
         unwatch_all(self, session)

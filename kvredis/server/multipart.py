@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from kvredis.storage.entry import NOWHERE, SLACK_BYTES, Reservation
 from kvredis.storage.store import Store
+from kvredis.storage.tiering.gpu import GpuReservation
 
 from .client.client import Client, Host
 from .client.pause import Pause
@@ -41,6 +42,7 @@ figure."""
 NO_SUCH_RESERVATION: Final = error(
     "ERR no such reservation: this connection never made it, it has ended, or it was given up since nothing came for it"
 )
+ON_GPU: Final = error("ERR this reservation lies on the GPU: the client writes to it by itself")
 NOT_IN_A_TRANSACTION: Final = error("ERR Command not allowed inside a transaction")
 
 
@@ -62,7 +64,7 @@ class Part:
         self._ends: list[int] = []
         self._fillers = 0
         self.ended = False
-        self.written_bytes = 0
+        self.written_bytes = reservation.length if isinstance(reservation, GpuReservation) else 0
         self.marked_bytes, self.marked_s = 0, now_s
         """How much was written when it was last found to make progress, and when that was."""
 
@@ -134,9 +136,18 @@ class Part:
         if self.ended and not self._fillers:
             self.reservation.abort()
 
-    def end(self) -> None:
-        """Give the room back, at the latest when no writer is left in it; not what was committed before."""
+    @property
+    def on_gpu(self) -> GpuReservation | None:
+        """The reservation, if it is of room on the GPU, which its client writes to by itself; so it counts as written,
+        and what KV.COMMIT means is that the client is done."""
+        return self.reservation if isinstance(self.reservation, GpuReservation) else None
+
+    def end(self, *, is_quiet: bool = False) -> None:
+        """Give the room back, at the latest when no writer is left in it; not what was committed before. `is_quiet`:
+        the client says that it writes no more."""
         self.ended = True
+        if is_quiet and self.on_gpu is not None:
+            self.on_gpu.is_quiet = True
         if not self._fillers:
             self.reservation.abort()
 
@@ -217,6 +228,8 @@ class ClientParts:
         part = self.named(word)
         if isinstance(part, bytes):
             return part
+        if part.on_gpu is not None:
+            return ON_GPU
         offset = parse_integer(offset_word)
         if offset is None:
             return NOT_AN_INTEGER
@@ -226,10 +239,15 @@ class ClientParts:
         """One more."""
         self._by_id[part.id] = part
 
-    def end(self, part: Part) -> None:
+    @property
+    def gpu_bytes(self) -> int:
+        """What they take of the GPU's memory."""
+        return sum(part.on_gpu.place.length for part in self._by_id.values() if part.on_gpu is not None)
+
+    def end(self, part: Part, *, is_quiet: bool = False) -> None:
         """Give one back; the rest of one that was committed is only forgotten."""
         del self._by_id[part.id]
-        part.end()
+        part.end(is_quiet=is_quiet)
 
     def end_all(self) -> int:
         """Give all of them back; returns how many there were."""

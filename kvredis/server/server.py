@@ -78,6 +78,7 @@ class Server(Context):
                 self.listeners.close()
                 raise
         self.admission.start()
+        self.shm.gpu.start()
         self._tick = loop.call_later(TICK_S, self._on_tick)
         if self.reload is not None:
             self.reload.start()
@@ -116,9 +117,13 @@ class Server(Context):
         self.client_memory.tick()
         self.shrink()
         self.splicing.collect()
+        if store.gpu is not None:
+            store.gpu.tick()
+            self.shm.gpu.tick()
+        if store.below is not None:
+            self.disk_reads.tick()
         if store.tiering is not None:
             store.tiering.tick()
-            self.disk_reads.tick()
             self.admission.disk_room.tick()
         self.drain_journal(None)
         self.expected.tick()

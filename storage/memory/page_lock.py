@@ -12,12 +12,14 @@ import os
 import resource
 from typing import Any, Protocol
 
+from .cuda import SUCCESS as _SUCCESS
+from .cuda import cuda_driver
+
 log = logging.getLogger(__name__)
 
 # cuda.h: CU_MEMHOSTREGISTER_PORTABLE (pinned for every context of the process) | CU_MEMHOSTREGISTER_DEVICEMAP.
 _REGISTER_FLAGS = 0x01 | 0x02
 _READ_ONLY = 0x08  # CU_MEMHOSTREGISTER_READ_ONLY: without it memory that is mapped to be read alone is refused
-_SUCCESS = 0
 # One mlock call holds the process's memory map while it walks the pages; short ones let serving threads in between.
 _MLOCK_STEP_BYTES = 64 * 1024 * 1024
 
@@ -156,14 +158,6 @@ def lock_pages(address: int, nbytes: int, driver: Any = None, libc: Any = None) 
         nbytes // 1024,
     )
     return None
-
-
-def cuda_driver() -> Any:
-    """Load the NVIDIA driver's library, or None on a machine without one."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
 
 
 def c_library() -> Any:

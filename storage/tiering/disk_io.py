@@ -21,6 +21,7 @@ from kvredis.storage.memory.allocator import Extent
 from kvredis.storage.state import INLINE_LOOK_ENTRIES_MAX, StoreState
 from kvredis.storage.stats import TierStats
 from kvredis.storage.tensor_facts import tokens_of
+from kvredis.storage.tier_protocols import DeviceBlock
 
 from .transfers import NoRoom
 
@@ -36,12 +37,14 @@ PUBLISH_PAUSE_S: Final = 0.0001
 
 
 class _Block(NamedTuple):
-    """What is written of an entry: its bytes, inline or in the arena, and the records that it is to supersede."""
+    """What is written of an entry: its bytes, inline, in the arena or on the GPU, and the records that it is to
+    supersede."""
 
     facts: Facts
     value: bytes | None
     extent: Extent
     instead: Sequence[Record]
+    on_gpu: DeviceBlock | None
 
 
 class BlockLost(KVRedisError):
@@ -106,6 +109,7 @@ class DiskIo:
                 _Block(
                     *(Facts(each.key, each.space, each.length, each.expire_at_ms), each.value, each.extent),
                     tuple(self._superseded.of(each)),
+                    None if each.is_resident or store.gpu is None else store.gpu.hold(each),
                 )
                 for each in going
             ]
@@ -123,6 +127,9 @@ class DiskIo:
         finally:
             with self.written:
                 self._writing.difference_update(left)
+                for block in blocks:
+                    if block.on_gpu is not None:
+                        block.on_gpu.unhold()
                 for entry in left:  # what stopped this is on its way to the caller
                     self._publish(entry, None)
                     store.unhold(entry)
@@ -166,8 +173,12 @@ class DiskIo:
         return records
 
     def _write(self, block: "_Block") -> Record | None:
-        facts, value, extent, instead = block
-        if value is None:
+        facts, value, extent, instead, on_gpu = block
+        if on_gpu is not None:
+            image = scratch(facts.length)
+            if not on_gpu.read(image[HEADER_BYTES : HEADER_BYTES + facts.length]):
+                return None
+        elif value is None:
             image = self._store.arena.view[extent.offset : extent.offset + extent.length]
         else:
             image = scratch(facts.length)
@@ -209,13 +220,13 @@ class DiskIo:
                 entry = next((each for each in named if each is not None and each.record is record), None)
                 if entry is not None:
                     self.let_go(entry)
-                    if not entry.is_resident:
+                    if not store.at_hand(entry):
                         store.lapse(entry)
 
     def let_go(self, entry: Entry) -> None:
         """Let an entry have no record any more, so that it is to be written again. Holds the store's lock."""
         record, entry.record = entry.record, None
-        if entry.is_resident:
+        if self._store.at_hand(entry):
             self._store.unsaved[entry] = self._store.writes
             if record is not None:
                 self.pushed_out = max(self.pushed_out, record.write)
@@ -233,7 +244,7 @@ class DiskIo:
             extent, image = NOWHERE, scratch(record.length)
             self._make_inline_room(entry.memory_bytes + record.length)
         else:
-            room = self._room(extent_length(record.length), drop=drop)
+            room = self.room(extent_length(record.length), drop=drop)
             if room is None:
                 raise NoRoom
             extent = room
@@ -286,7 +297,7 @@ class DiskIo:
         if not self._is_meant(entry, record):
             return False
         self.let_go(entry)
-        if not entry.is_resident:
+        if not self._store.at_hand(entry):
             self._stats.lost += record.damaged
             self._store.lapse(entry)
         return True
@@ -295,7 +306,7 @@ class DiskIo:
         """Whether a record that was read is still that of an entry, and this still in the index."""
         return entry.record is record and self._store.index.get(entry.key, entry.space) is entry
 
-    def _room(self, nbytes: int, *, drop: bool) -> Extent | None:
+    def room(self, nbytes: int, *, drop: bool) -> Extent | None:
         """An extent for a block that comes in, the caller's as a reservation; a block that must be written for it is
         written by this thread, which waits for no other."""
         store = self._store

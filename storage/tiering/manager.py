@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from functools import partial
 from heapq import merge
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 from kvredis.storage.background import CLOSE_TIMEOUT_S, IoThreads, Priority
 from kvredis.storage.disk.segment import Record
@@ -85,6 +85,19 @@ INLINE_AHEAD_PART: Final = 8
 
 INLINE_LOOK_PART: Final = 128
 """... and when another 128th of that bound has come since we last looked."""
+
+
+class Gpu(Protocol):
+    """What brings blocks from the GPU into memory."""
+
+    def has(self, entry: Entry) -> bool:
+        """Say whether an entry's bytes lie there."""
+        ...
+
+    def send_for(self, kind: Kind, entry: Entry, done: "Callable[[Transfer[None]], None] | None") -> "Transfer[None]":
+        """Have a block copied to memory."""
+        ...
+
 
 Promote = Callable[[bytes, int, Callable[[Transfer[None]], None]], Transfer[None] | None]
 
@@ -189,6 +202,8 @@ class Tiering:
         self.transfers: Transfers[None] = Transfers(io)
         self.jobs: PrefetchJobs[None] = PrefetchJobs(self._begin, clock_s=store.now_s)
         self.saving = Saving(self, io)
+        self.gpu: Gpu | None = None
+        """The tier in GPU memory, from which a block that is there comes sooner."""
         self.spill_wait_s = spill_wait_s
         """How long a caller who stores should wait for the disk to make room."""
         self._store = store
@@ -250,7 +265,7 @@ class Tiering:
         self.transfers.forget(*old)
         if not self.superseded.rename(entry, old):
             self.disk_io.let_go(entry)
-        return entry.is_resident or entry.record is not None
+        return entry.record is not None or self._store.at_hand(entry)
 
     def swap(self, first: int, second: int) -> None:
         """Two databases are about to be exchanged."""
@@ -627,6 +642,9 @@ class Tiering:
         return self._send_for(kind, entry, done)
 
     def _send_for(self, kind: Kind, entry: Entry, done: Callable[[Transfer[None]], None]) -> Transfer[None]:
+        gpu = self.gpu
+        if gpu is not None and gpu.has(entry):
+            return gpu.send_for(kind, entry, done)
         record = entry.record
         if record is not None:  # else what has to leave memory for it could push it off a full disk
             self.disk.touch(record)

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, Protocol
 
 from kvredis.storage.background import IoThreads, Priority
@@ -87,15 +88,16 @@ class Saving:
         try:
             current.plan()
             for _ in range(min(self._io.threads, len(current.left)) - 1):
-                self._io.submit(Priority.DEMAND, 0, self._work)
+                self._io.submit(Priority.DEMAND, 0, partial(self._work, current))
         except BaseException:  # whatever it is: those who wait must hear
             self._over(current, saved=False)
             raise
-        self._work()
+        self._work(current)
 
-    def _work(self) -> None:
-        current = self._round
-        while current is not None and current.work():
+    def _work(self, current: "_Round") -> None:
+        """Work a round off. It is named, since a hand that comes late would take the next one, which may not have been
+        planned yet, for done."""
+        while current.work():
             saved = overtaken = False
             try:
                 synced = self._tiering.sync()

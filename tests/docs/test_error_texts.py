@@ -21,6 +21,7 @@ OWN_REPLIES = (
     "kvredis/server/multipart.py",
     "kvredis/server/net/zerocopy.py",
     "kvredis/server/shm/commands.py",
+    "kvredis/server/shm/gpu.py",
     "kvredis/server/multipart.py",
     "kvredis/server/commands/prefetch.py",
     "kvredis/server/commands/persistence.py",

@@ -228,7 +228,7 @@ class Walk:
         def saved(answer: bool) -> None:
             """Take what a caller is told: that what it wrote is safe, or that it is not."""
             self.totals["saved" if answer else "not saved"] += 1
-            left = [entry for entry in asked if entry in store.unsaved]
+            left = filter(store.is_unsaved, asked)  # what was flushed meanwhile may not be given back yet
             unsaved = [entry for entry in left if store.write_of(entry) == asked[entry]]
             with self.noted():
                 assert not (answer and unsaved) or self.tiers.disk.stats.evicted > evicted

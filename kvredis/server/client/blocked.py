@@ -11,6 +11,7 @@ BlockedClients, has all of them. Reasons, and what bounds each wait:
     PAUSE      CLIENT PAUSE (pause.py): until its end
     DISK_READ  blocks on disk that a command reads (disk_reads.py): WAIT_S at most
     DISK_ROOM  room that the disk is to make (admission.py): `spill_wait` at most
+    GPU_ROOM   room on the GPU, whose blocks are being copied to memory (shm/gpu.py): SPILL_WAIT_S at most
     TURN       room that other clients' values take (admission.py): `body_timeout` after the client has stopped sending
     READER     the end of a client that does not read what is lent to it (admission.py): until it is gone
 
@@ -53,11 +54,12 @@ class Reason(Enum):
     PAUSE = "pause"
     DISK_READ = "disk_read"
     DISK_ROOM = "disk_room"
+    GPU_ROOM = "gpu_room"
     TURN = "turn"
     READER = "reader"
 
 
-ROOM: Final = frozenset({Reason.DISK_ROOM, Reason.TURN, Reason.READER})
+ROOM: Final = frozenset({Reason.DISK_ROOM, Reason.GPU_ROOM, Reason.TURN, Reason.READER})
 """The client has a value to store and no room for it yet."""
 
 

@@ -1,4 +1,5 @@
-"""Blocks that a command reads and that are on disk: its client waits for them here, in its place of the pipeline.
+"""Blocks that a command reads and that are on disk, or on the GPU alone: its client waits for them here, in its place
+of the pipeline.
 
 Handlers know one memory. A command that reads values finds them there, because what the command names is brought in
 before it runs; a handler that reads value after value and can wait in between (GET, MGET) asks here itself. A command
@@ -74,6 +75,8 @@ class DiskReads:
         names = values_read(session, command, shown(args))
         client = self._server.shm.of(session) if command.name == "kv.lease" else None
         if client is not None:
+            if client.gpu is not None:
+                names = client.gpu.elsewhere(names)
             names = names[: client.within_share([key for key, _ in names], session.space)]
         leases = [lease for name in names if (lease := store.peek(*name)) is not None]
         if len(leases) == len(names):
@@ -158,15 +161,15 @@ class DiskReads:
 
     def _send_for(self, names: Iterable[Name]) -> None:
         """Have blocks brought in, without waiting for them."""
-        tiering = self._store.tiering
-        assert tiering is not None
+        below = self._store.below
+        assert below is not None
         for name in names:
-            tiering.promote(*name, _ignore)
+            below.promote(*name, _ignore)
 
     def _bring(self, session: Client, pending: Blocked, names: Iterable[Name]) -> None:
         """Have `pending` resolved when these blocks are in memory."""
-        tiering, loop = self._store.tiering, asyncio.get_running_loop()
-        assert tiering is not None
+        below, loop = self._store.below, asyncio.get_running_loop()
+        assert below is not None
 
         def brought(what: Bringing) -> None:  # in an I/O thread
             tell_loop(loop, pending.guard, self._come, session, pending, what)
@@ -176,7 +179,7 @@ class DiskReads:
                 bringing.release()
 
         pending.on_cancel = give_up
-        bringing = tiering.bring(names, brought)
+        bringing = below.bring(names, brought)
         if bringing is None:
             loop.call_soon(pending.unblock, b"")
 

@@ -82,7 +82,7 @@ def process_command(session: Caller, args: list[Argument]) -> Answer:
             return b""
         return _spoken(session, QUEUED)
     held: list[Lease] = []
-    if session.store.tiering is not None and (command.reads or command.name == "exec"):
+    if session.store.below is not None and (command.reads or command.name == "exec"):
         found = session.server.disk_reads.hold(session, command, args)
         if isinstance(found, Blocked):
             return found

@@ -129,7 +129,7 @@ class Session(HotSession, asyncio.BufferedProtocol):
         self._unsent = bytearray()  # what goes out behind the rest that the transport keeps, in one write
         self._backlog = NO_BACKLOG  # only for transports that copy
         self._lends = server.transport_lends
-        self._tiered = server.store.tiering is not None
+        self._tiered = server.store.below is not None
 
     # ---- what handlers call --------------------------------------------------------------------------------------
 

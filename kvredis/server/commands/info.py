@@ -381,6 +381,9 @@ def kv(server: Context) -> Iterator[Field]:
     if store.tiering is not None:
         for name, value in store.tiering.stats.as_dict().items():
             yield f"tier_{name}", value
+    if store.gpu is not None:
+        for name, value in store.gpu.stats.as_dict().items():
+            yield f"gpu_{name}", value
     yield from _sets(server)
     yield from ((name, f"{value:.6g}" if isinstance(value, float) else int(value)) for name, value in fields(server))
 

@@ -179,16 +179,16 @@ def scan(session: Caller, args: list[bytes]) -> Reply:
         for key in keys:
             entry = store.find(key, space) if fits(key) else None
             if entry is not None:
-                told += [bulk(key), bulk(_line(entry, now_s)) if user.may_read(key) else session.nil]
+                told += [bulk(key), bulk(_line(store, entry, now_s)) if user.may_read(key) else session.nil]
         if cursor == 0 or seen >= count or perf_counter() >= until_s:
             return array([bulk(b"%d" % cursor), array(told)])
 
 
-def _line(entry: Entry, now_s: float) -> str:
+def _line(store: Store, entry: Entry, now_s: float) -> str:
     """What is known of a block without a look at its payload; of a small one its header is at hand."""
     tokens = entry.tokens or (tokens_of(memoryview(entry.value)) if entry.value is not None else 0)
     return (
-        f"nbytes={entry.length} tier={entry.tier} hits={entry.hits} leases={entry.leases}"
+        f"nbytes={entry.length} tier={store.tier_of(entry)} hits={entry.hits} leases={entry.leases}"
         f" age={int(now_s - entry.created_s)} idle={int(now_s - entry.accessed_s)}"
         + (f" tokens={tokens}" if tokens else "")
     )
@@ -220,7 +220,7 @@ def block_facts(store: Store, entry: Entry) -> dict[str, int | str | list[int]]:
     elif entry.record is not None:
         facts = {"checksum": entry.record.checksum.hex()}
     now_s = store.now_s()
-    facts |= {"nbytes": entry.length, "tier": entry.tier, "hits": entry.hits, "leases": entry.leases}
+    facts |= {"nbytes": entry.length, "tier": store.tier_of(entry), "hits": entry.hits, "leases": entry.leases}
     return facts | {"age": int(now_s - entry.created_s), "idle": int(now_s - entry.accessed_s)}
 
 

@@ -13,14 +13,27 @@ from kvredis.server.client.blocked import Answer, Blocked
 from kvredis.server.context import Caller
 from kvredis.server.multipart import RESERVATIONS_MAX
 from kvredis.server.protocol.arguments import parse_integer
-from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, ONE, OUT_OF_MEMORY, ZERO, Reply, error, integer
-from kvredis.storage.entry import Reservation
+from kvredis.server.protocol.replies import (
+    NOT_AN_INTEGER,
+    OK,
+    ONE,
+    OUT_OF_MEMORY,
+    SYNTAX_ERROR,
+    ZERO,
+    Reply,
+    array,
+    error,
+    integer,
+)
+from kvredis.server.shm.gpu import NOT_ATTACHED_GPU
+from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
 
 from .registry import command
 from .strings import TOO_LONG, publish_if, set_options
 
 LENGTH_OUT_OF_RANGE: Final = error("ERR length is out of range")
 TOO_MANY: Final = error(f"ERR {RESERVATIONS_MAX} reservations on this connection: commit or abort some first")
+TOO_SHORT_FOR_GPU: Final = error(f"ERR a value on the GPU has at least {INLINE_BYTES_MAX} bytes")
 SLOT_HAS_LEFT: Final = error("ERR the slot of this reservation's key is not served by this node any more")
 
 COMMIT_FLAGS: Final = frozenset({b"NX", b"XX", b"KEEPTTL"})
@@ -30,16 +43,19 @@ _FACTS = {"group": "kv", "since": "0.1.0", "acl": "write fast"}
 
 @command(
     "kv.reserve",
-    arity=3,
+    arity=-3,
     flags="write denyoom no_multi fast",
     keys=(1, 1, 1),
     summary="Reserves room for a value that is written in parts; returns the reservation's id.",
-    syntax="key length",
+    syntax="key length [GPU]",
     access="OW update",
     **_FACTS,
 )
 def reserve(session: Caller, args: list[bytes]) -> Answer:
-    """KV.RESERVE key length: an id. What is under the key stays until KV.COMMIT. Waits for room where a SET would."""
+    """KV.RESERVE key length: an id. What is under the key stays until KV.COMMIT. Waits for room where a SET would. With
+    GPU, after KV.ATTACH GPU: [id, address] of room on the GPU, which the client writes to by itself."""
+    if len(args) > 4 or (len(args) == 4 and args[3].upper() != b"GPU"):
+        return SYNTAX_ERROR
     length = parse_integer(args[2])
     if length is None:
         return NOT_AN_INTEGER
@@ -50,12 +66,31 @@ def reserve(session: Caller, args: list[bytes]) -> Answer:
         return TOO_LONG
     if len(server.parts.of(session)) >= RESERVATIONS_MAX:
         return TOO_MANY
+    if len(args) == 4:
+        return _reserve_on_gpu(session, args, length)
     room = server.admission.reserve(session, args[1], length)
     if isinstance(room, Blocked):
         return session.postpone(args, room)  # type: ignore[arg-type]  # lists are invariant
     if not isinstance(room, Reservation):
         return OUT_OF_MEMORY
     return integer(server.parts.open(session, room).id)
+
+
+def _reserve_on_gpu(session: Caller, args: list[bytes], length: int) -> Answer:
+    """Room on the GPU; small values have none there."""
+    server = session.server
+    client = server.shm.of(session)
+    if client is None or client.gpu is None:
+        return NOT_ATTACHED_GPU
+    if length < INLINE_BYTES_MAX:
+        return TOO_SHORT_FOR_GPU
+    reserved_bytes = server.parts.of(session).gpu_bytes
+    room = server.shm.gpu.reserve(session, client.gpu, args[1], length, reserved_bytes)
+    if isinstance(room, Blocked):
+        return session.postpone(args, room)  # type: ignore[arg-type]  # lists are invariant
+    if room is None:
+        return OUT_OF_MEMORY
+    return array([integer(server.parts.open(session, room).id), integer(client.gpu.base + room.place.offset)])
 
 
 @command(
@@ -110,7 +145,7 @@ def commit(session: Caller, args: list[bytes]) -> Reply:
         return SLOT_HAS_LEFT
     done = publish_if(session, part.key, part.reservation, options)
     if done is not OUT_OF_MEMORY:
-        client.end(part)
+        client.end(part, is_quiet=True)
         server.parts.committed += done is OK
         server.parts.aborted += done is not OK
     return done
@@ -133,6 +168,6 @@ def abort(session: Caller, args: list[bytes]) -> Reply:
     part = client.find(number)
     if part is None:
         return ZERO
-    client.end(part)
+    client.end(part, is_quiet=True)
     session.server.parts.aborted += 1
     return ONE

@@ -253,7 +253,7 @@ def get(session: Caller, args: list[bytes]) -> Answer:
         return _HEADS[len(value)] + value + CRLF
     if value is not None:
         return _lent(session, value)  # type: ignore[arg-type]
-    if session.store.tiering is not None and session.transaction is None:
+    if session.store.below is not None and session.transaction is None:
         waiting = session.server.disk_reads.wait(session, args, ((args[1], session.space),))  # type: ignore[arg-type]
         if waiting is not None:
             return waiting
@@ -352,7 +352,7 @@ def mget(session: Caller, args: list[bytes]) -> Answer:
     """
     parts: list[Buffer] = [b"*%d\r\n" % (len(args) - 1)]
     left_bytes = MGET_BYTES_HIGH
-    if session.store.tiering is not None:
+    if session.store.below is not None:
         return _values_from(session, args, 1, parts)
     for at in range(1, len(args)):
         value = _value(session, args[at])
@@ -374,7 +374,7 @@ def _values_from(session: Caller, args: list[bytes], at: int, parts: list[Buffer
     is on disk."""
     yield parts
     keys = args[at:]
-    if session.store.tiering is None:
+    if session.store.below is None:
         yield from (_value(session, key) for key in keys)
     else:
         arrivals = session.server.disk_reads.stream(session, [(key, session.space) for key in keys])

@@ -67,6 +67,8 @@ class Seen:
     disk: Mapping[str, int] = field(init=False)
     """Empty without a disk tier, as is `tier`."""
     tier: Mapping[str, int] = field(init=False)
+    gpu: Mapping[str, int] = field(init=False)
+    """Figures and counters of the tier in GPU memory; empty without one."""
 
     def __post_init__(self) -> None:
         store = self.server.store
@@ -74,6 +76,7 @@ class Seen:
         self.memory = _numbers(self.tiers["memory"])
         self.disk = _numbers(self.tiers.get("disk", {}))
         self.tier = {} if store.tiering is None else store.tiering.stats.as_dict()
+        self.gpu = {} if store.gpu is None else _numbers(self.tiers["gpu"]) | store.gpu.stats.as_dict()
 
 
 def _numbers(figures: Mapping[str, int | str]) -> dict[str, int]:
@@ -127,6 +130,11 @@ def _of_tier(name: str, key: str, help: str) -> Figure:
     return Figure(name, Kind.COUNTER, help, lambda seen: {"": seen.tier[key]} if seen.tier else {})
 
 
+def _of_gpu(name: str, key: str, help: str, kind: Kind = Kind.GAUGE) -> Figure:
+    """One number of the tier in GPU memory; none without one."""
+    return Figure(f"gpu_memory_{name}", kind, help, lambda seen: {"": seen.gpu[key]} if seen.gpu else {})
+
+
 # ---- the server itself -------------------------------------------------------------------------------------------
 
 
@@ -165,6 +173,7 @@ def _waiting(seen: Seen) -> Values:
         "turn": len(server.admission.queue),
         "disk_room": len(server.admission.disk_room),
         "disk_read": server.blocked.count(Reason.DISK_READ),
+        "gpu_room": server.blocked.count(Reason.GPU_ROOM),
         "copy": server.blocked.count(Reason.COPY),
         "keys": server.blocked.count(Reason.KEYS),
     }
@@ -225,6 +234,11 @@ def _by_tier(seen: Seen, total: int, from_disk: str) -> Values:
     return {"memory": in_memory, "disk": seen.tier[from_disk]}
 
 
+def _hits(seen: Seen) -> Values:
+    on_gpu = {"gpu": seen.gpu["leased_blocks"]} if seen.gpu else {}
+    return {**_by_tier(seen, seen.server.store.stats.hits - on_gpu.get("gpu", 0), "demanded"), **on_gpu}
+
+
 def _stores(seen: Seen) -> Values:
     stored, counted = seen.server.store.stats, seen.server.stats
     return {
@@ -257,7 +271,7 @@ def _left(seen: Seen) -> Values:
 
 BLOCKS: Final = (
     Figure("hits", Kind.COUNTER, "Reads that found a block, by where it was.",
-           lambda seen: _by_tier(seen, seen.server.store.stats.hits, "demanded"), "tier"),
+           _hits, "tier"),
     _counter("misses", "Reads that found nothing.", lambda seen: seen.server.store.stats.misses),
     Figure("hit_tokens", Kind.COUNTER, "Tokens of blocks that were read whole, as far as they say how many they hold.",
            lambda seen: _by_tier(seen, seen.server.store.stats.hit_tokens, "demanded_tokens"), "tier"),
@@ -361,6 +375,31 @@ DISK: Final = (
 )  # fmt: skip
 
 
+# ---- GPU memory ------------------------------------------------------------------------------------------------------
+
+
+GPU: Final = (
+    _of_gpu("capacity_bytes", "capacity", "GPU memory that the server has taken."),
+    _of_gpu("used_bytes", "used", "Of it, what values hold, half-written ones included."),
+    _of_gpu("reserved_bytes", "reserved", "Of it, what is being written."),
+    _of_gpu("blocks", "entries", "Blocks on the GPU."),
+    _of_gpu("leases", "leases", "Holds on blocks on the GPU."),
+    _of_gpu("lost", "lost", "1 if the GPU answers nothing any more and was given up."),
+    _of_gpu("stored_blocks", "stored", "Blocks that clients wrote on the GPU.", Kind.COUNTER),
+    _of_gpu("stored_bytes", "stored_bytes", "Of those.", Kind.COUNTER),
+    _of_gpu("leased_blocks", "leased_blocks", "Blocks that clients read on the GPU.", Kind.COUNTER),
+    _of_gpu("leased_bytes", "leased_bytes", "Of those.", Kind.COUNTER),
+    _of_gpu("spilled_blocks", "spilled", "Blocks copied to memory, for a reader or to make room.", Kind.COUNTER),
+    _of_gpu("spilled_bytes", "spilled_bytes", "Of those.", Kind.COUNTER),
+    _of_gpu("promoted_blocks", "promoted", "Blocks copied to the GPU, leased again by clients there.", Kind.COUNTER),
+    _of_gpu("promoted_bytes", "promoted_bytes", "Of those.", Kind.COUNTER),
+    _of_gpu("spill_dropped_blocks", "spill_dropped", "Left uncopied: room was wanted sooner.", Kind.COUNTER),
+    _of_gpu("spill_waits", "spill_waits", "Values that waited for room on the GPU.", Kind.COUNTER),
+    _of_gpu("refused_blocks", "refused", "Values for which there was no room on the GPU.", Kind.COUNTER),
+    _of_gpu("lost_blocks", "lost_blocks", "Blocks that the GPU alone had and did not give: misses.", Kind.COUNTER),
+)  # fmt: skip
+
+
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
@@ -368,12 +407,15 @@ def _copies(seen: Seen) -> Values:
     stats, store = seen.server.stats, seen.server.store
     times = {"receive": store.stats.receiving, "send": stats.sending, "put": stats.putting}
     tiering = store.tiering
+    if store.gpu is not None:
+        times["gpu"] = store.gpu.stats.spilling
     return times if tiering is None else times | {"spill": tiering.stats.spilling, "promote": tiering.stats.promoting}
 
 
 TIMES: Final = (
     Figure("copy_seconds", Kind.HISTOGRAM, "Time in each copy: receive (values of 256 KiB and more, from there being "
-           "room to being stored), send (what was not taken at once), put (out of lent memory), spill, promote.",
+           "room to being stored), send (what was not taken at once), put (out of lent memory), spill, promote, "
+           "gpu (to memory).",
            _copies, "copy"),
     Figure("command_seconds", Kind.HISTOGRAM, "Time in each command; those of a run of equal ones count as their mean.",
            lambda seen: dict(seen.server.stats.timed()), "command"),
@@ -385,5 +427,5 @@ TIMES: Final = (
            "command"),
 )  # fmt: skip
 
-FIGURES: Final[tuple[Figure, ...]] = (*SERVER, *CLIENTS, *BLOCKS, *MEMORY, *DISK, *TIMES)
+FIGURES: Final[tuple[Figure, ...]] = (*SERVER, *CLIENTS, *BLOCKS, *MEMORY, *DISK, *GPU, *TIMES)
 """The table."""

@@ -697,7 +697,7 @@ cdef class HotSession:
         cdef StoreCore store = self.store
         cdef Entry entry
         if kind == GET:
-            return self.say_value(word(1), store.tiering is not None)
+            return self.say_value(word(1), store.tiering is not None or store.gpu is not None)
         if kind == SET:
             if store.stored(word(1), word(2), self.space, 0):
                 say(b"+OK\r\n", 5)
@@ -760,7 +760,7 @@ cdef class HotSession:
         cdef Py_ssize_t nbytes = 0
         cdef list keys
         cdef Entry entry
-        if store.tiering is not None:
+        if store.tiering is not None or store.gpu is not None:
             return STRANGE
         keys = words_from(1)
         for key in keys:

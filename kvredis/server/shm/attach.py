@@ -29,10 +29,12 @@ from kvredis.server.net.listeners import Listeners, uid_of
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import Buffer, bulk, error, integer, joined, map_reply
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, Found, LeaseRun, Place, extent_length
-from kvredis.storage.errors import ArenaError
+from kvredis.storage.errors import ArenaError, DeviceError
 from kvredis.storage.store import Store
+from kvredis.storage.tiering.gpu import GpuTier
 
 from ._places import keep, take
+from .gpu import GpuClient, SharedGpu
 from .lent_memory import LentMemory
 
 # ---- lease table -----------------------------------------------------------------------------------------------------
@@ -101,6 +103,8 @@ class AttachedClient:
         self.is_own_user = uid_of(peer) == os.geteuid()
         """Whether it could do us harm anyhow."""
         self.memory: LentMemory | None = None
+        self.gpu: GpuClient | None = None
+        """What it holds on the GPU, of which it has the memory."""
         self.at_end: Callable[[], None] = lambda: None
         """What its session calls when that is over."""
         self._peer = peer  # the connection's socket once more, to shut it whatever the transport does
@@ -113,7 +117,8 @@ class AttachedClient:
     @property
     def leases(self) -> int:
         """How many leases it holds; those whose limit has passed are none any more."""
-        return sum(run.entries[at] is not None for run, at, _ in self._places())
+        here = sum(run.entries[at] is not None for run, at, _ in self._places())
+        return here if self.gpu is None else here + self.gpu.leases
 
     @property
     def lent_bytes(self) -> int:
@@ -123,6 +128,8 @@ class AttachedClient:
     def within_share(self, keys: Sequence[bytes], space: int) -> int:
         """How many of `keys`, from the first on, it may lease beside what it holds: others are not brought from disk
         for it, since they might not even all be in memory at once."""
+        if not keys:
+            return 0
         entries = [self._store.find(key, space) for key in keys]
         ends = list(accumulate(0 if entry is None else extent_length(entry.length) for entry in entries))
         if self._held_bytes + ends[-1] > self._share_bytes:
@@ -153,6 +160,13 @@ class AttachedClient:
     def release(self, words: Sequence[bytes]) -> int | None:
         """End the lease at each offset whose limit comes first; how many were still held. Those whose limit has passed
         are taken for ended in their turn, too. None, and nothing ends, when some are no numbers."""
+        if self.gpu is not None:
+            here, on_gpu = self.gpu.release(words)
+            ended = self._release(here)
+            return None if ended is None else ended + on_gpu
+        return self._release(words)
+
+    def _release(self, words: Sequence[bytes]) -> int | None:
         taken = take(words, self._held)
         if taken is None:
             if any(word not in self._held and parse_integer(word) is None for word in words):
@@ -177,6 +191,8 @@ class AttachedClient:
         self._held = {}
         self._held_bytes = self._count = 0
         self._store.end_leases(ending)
+        if self.gpu is not None:
+            self.gpu.close()
         if self.memory is not None:
             self.memory.close()
             self.memory = None
@@ -289,6 +305,7 @@ class SharedMemory:
         """The time limit of a lease for which none was asked, for those who attach from now on."""
         self.clients: dict[int, AttachedClient] = {}
         """By the id of their connection."""
+        self.gpu = SharedGpu(server)
 
     @property
     def socket_name(self) -> str | None:
@@ -314,6 +331,7 @@ class SharedMemory:
             with ExitStack() as undo:
                 peer = undo.enter_context(socket.socket(fileno=os.dup(session.fd)))
                 problem = self._objection(session, peer, command, args)
+                tier = self.gpu.tier if len(args) > 1 else None
                 if problem is not None:
                     return problem
                 arena_fd = self._server.store.arena.share()
@@ -322,15 +340,22 @@ class SharedMemory:
                 undo.enter_context(theirs)
                 undo.enter_context(side)
                 side.setblocking(False)
-                reply = self._facts(session)
+                reply = self._facts(session, tier)
                 descriptors = array.array("i", [arena_fd, theirs.fileno()])
+                if tier is not None:
+                    gpu_fd = tier.arena.share()
+                    undo.callback(os.close, gpu_fd)
+                    descriptors.append(gpu_fd)
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
                 sent = peer.sendmsg([reply], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 client = AttachedClient(peer, side, self._server.store, self.lease_ms)
+                if tier is not None:
+                    client.gpu = self.gpu.attached(tier, peer)
+                    os.close(gpu_fd)
                 undo.pop_all()
         except BlockingIOError:
             return UNSENT  # the client does not read
-        except (ArenaError, OSError) as failed:
+        except (ArenaError, DeviceError, OSError) as failed:
             return error(f"ERR the arena cannot be lent: {getattr(failed, 'strerror', None) or failed}")
         os.close(arena_fd)
         theirs.close()
@@ -359,11 +384,15 @@ class SharedMemory:
             return ANOTHER_USER
         if not user.may_read_all(command, args):
             return NOT_EVERY_KEY
+        if len(args) > 1:
+            problem = self.gpu.objection(session, is_own_user=uid_of(peer) == os.geteuid())
+            if problem is not None:
+                return problem
         if session.id in self.clients:
             return ATTACHED_ALREADY
         return None if session.is_caught_up and session.reply_mode == "on" else UNSENT
 
-    def _facts(self, session: Client) -> bytes:
+    def _facts(self, session: Client, tier: GpuTier | None) -> bytes:
         arena = self._server.store.arena
         return joined(
             map_reply(
@@ -374,7 +403,8 @@ class SharedMemory:
                     (bulk("pages"), bulk(arena.pages)),
                     (bulk("lease-ms"), integer(self.lease_ms)),
                     (bulk("lease-ms-max"), integer(LEASE_MS_MAX)),
-                    (bulk("disk"), integer(int(self._server.store.tiering is not None))),
+                    (bulk("disk"), integer(int(self._server.store.below is not None))),
+                    *([] if tier is None else self.gpu.facts(tier)),
                 ],
             )
         )

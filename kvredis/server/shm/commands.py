@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Final
 
@@ -23,6 +23,7 @@ from kvredis.server.protocol.replies import (
     NOT_AN_INTEGER,
     OK,
     OUT_OF_MEMORY,
+    SYNTAX_ERROR,
     ZERO,
     Reply,
     bulk,
@@ -31,9 +32,10 @@ from kvredis.server.protocol.replies import (
     map_reply,
 )
 from kvredis.server.protocol.request import REFUSED
-from kvredis.storage.entry import Reservation
+from kvredis.storage.entry import Found, LeaseRun, Reservation
 
-from .attach import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, boot_id
+from .attach import LEASE_MS_MAX, LEASES_MAX, NOT_ATTACHED, SHARE_USED, AttachedClient, boot_id
+from .gpu import GpuClient
 from .lent_memory import LendError, LentMemory, receive
 
 KEYS_MAX: Final = 1024
@@ -88,15 +90,19 @@ def lane(session: Caller, args: list[bytes]) -> Reply:
 
 @command(
     "kv.attach",
-    arity=1,
+    arity=-1,
     flags="readonly noscript no_multi",
     acl="read slow dangerous",
     group="kv",
     since="0.1.0",
     summary="Hands the arena over to a client on a unix socket, to be read: a descriptor and a side channel.",
+    syntax="[GPU]",
 )
 def attach(session: Caller, args: list[bytes]) -> Reply:
-    """A map of facts, with two descriptors at its first byte: the arena, and the side channel for KV.LEND."""
+    """A map of facts, with two descriptors at its first byte: the arena, and the side channel for KV.LEND; with GPU a
+    third one, the GPU's memory, to be read and written."""
+    if len(args) > 2 or (len(args) == 2 and args[1].upper() != b"GPU"):
+        return SYNTAX_ERROR
     return session.server.shm.attach(session, COMMANDS[b"KV.ATTACH"], args)
 
 
@@ -116,7 +122,8 @@ def attach(session: Caller, args: list[bytes]) -> Reply:
 )
 def lease(session: Caller, args: list[bytes]) -> Reply:
     """For each key [offset, length] in the arena, nil, the value itself if it is small and not in the arena, or an
-    error when this client has leased its share, or would have with what is on disk."""
+    error when this client has leased its share, or would have with what is on disk. After KV.ATTACH GPU also [address,
+    length, "gpu"] for a block on the GPU."""
     client = session.server.shm.of(session)
     if client is None:
         return NOT_ATTACHED
@@ -128,15 +135,48 @@ def lease(session: Caller, args: list[bytes]) -> Reply:
     if len(args) - 2 > KEYS_MAX:
         return TOO_MANY_KEYS
     keys, store = args[2:], session.store
+    if client.gpu is not None:
+        return _lease_on_gpu_too(session, client, client.gpu, keys, (limit_ms or client.lease_ms) / 1000)
     found, run = store.lease_run(keys, session.space, (limit_ms or client.lease_ms) / 1000)
-    waited_for = client.within_share(keys, session.space) if store.tiering is not None and None in found else len(keys)
+    return b"*%d\r\n" % len(keys) + _kept(session, client, keys, found, run)
+
+
+def _kept(session: Caller, client: AttachedClient, keys: list[bytes], found: Sequence[Found], run: LeaseRun) -> bytes:
+    """The replies to what was found in the arena under `keys`, its holds being the client's from now on."""
+    store = session.store
+    waited_for = client.within_share(keys, session.space) if store.below is not None and None in found else len(keys)
 
     def absent(at: int) -> bytes:
         if at >= waited_for and store.find(keys[at], session.space) is not None:
             return SHARE_USED
         return missing(session, keys[at])
 
-    return b"*%d\r\n" % len(keys) + client.keep(found, run, absent)
+    return client.keep(found, run, absent)
+
+
+def _lease_on_gpu_too(
+    session: Caller, client: AttachedClient, gpu: GpuClient, keys: list[bytes], limit_s: float
+) -> bytes:
+    """The same for a client that has the GPU's memory: runs of keys that are not there are leased in the arena."""
+    replies = [b"*%d\r\n" % len(keys)]
+    elsewhere: list[bytes] = []
+
+    def lease_elsewhere() -> None:
+        if elsewhere:
+            found, run = session.store.lease_run(elsewhere, session.space, limit_s)
+            replies.append(_kept(session, client, elsewhere[:], found, run))
+            gpu.used_in_memory(found)
+            elsewhere.clear()
+
+    for key in keys:
+        reply = gpu.lease(key, session.space, limit_s, LEASES_MAX)
+        if reply is None:
+            elsewhere.append(key)
+            continue
+        lease_elsewhere()
+        replies.append(reply)
+    lease_elsewhere()
+    return b"".join(replies)
 
 
 @command(

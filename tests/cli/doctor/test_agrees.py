@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.memory.cuda import cuda_driver
 from kvredis.storage.memory.hugepages import HugepagePool, shmem_thp_usable
-from kvredis.storage.memory.page_lock import cuda_driver
 from tests.cli.conftest import EXIT_S
 from tests.fork_server import Forked
 from tests.gate import nightly

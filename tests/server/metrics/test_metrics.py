@@ -2,14 +2,18 @@
 
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from kvredis.server.metrics.metrics import FIGURES, Kind, fields, read_all
 from kvredis.server.server import Server
+from kvredis.storage.memory import cuda
+from kvredis.storage.memory.device_arena import DeviceArena
 from tests.server.http.http_client import ask
 from tests.server.live import MIB, LiveServer, until
 from tests.server.net.spliced import promising
 from tests.server.tiered_server import TieredServer
+from tests.stand_in_cuda import stand_in_cuda
 
 CHANGING = ("uptime_seconds", "clients_http", "sent_bytes_", "received_bytes_", "start_time_seconds")
 """What asking changes."""
@@ -70,8 +74,12 @@ def test_without_a_disk_nothing_is_told_of_one(server: Server) -> None:
     assert "kvredis_arena_free_bytes" in names
 
 
-async def test_every_figure_of_the_table_has_a_value_with_a_disk(loop: str, tmp_path: Path) -> None:
+async def test_every_figure_of_the_table_has_a_value_with_a_disk_and_a_gpu(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cuda.LIBRARY_VARIABLE, str(stand_in_cuda()))
     async with TieredServer(tmp_path) as live:
+        live.store.add_gpu(DeviceArena.create(1))
         client = await live.connect()
         await client.ask("PING")
         missing = {figure.name for figure in FIGURES} - {figure.name for figure, _ in read_all(live.server)}

@@ -221,3 +221,20 @@ def test_a_store_that_cannot_begin_its_threads_lets_go_of_the_directory(
         Store.open(options)
     monkeypatch.undo()
     Store.open(options).close()
+
+
+def test_a_hand_that_comes_late_from_one_save_confirms_nothing_of_the_next(tiers: TieredStore) -> None:
+    answers: list[tuple[bool, int]] = []
+
+    def save() -> None:
+        tiers.tiering.saving.save(0, lambda safe: answers.append((safe, len(tiers.store.unsaved))))
+
+    def another() -> None:
+        tiers.put(b"later")
+        save()
+
+    tiers.put(b"a", b"b")
+    tiers.during("pwrite", another)
+    save()
+    tiers.io.run()
+    assert answers == [(True, 1), (True, 0)]

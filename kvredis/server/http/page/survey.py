@@ -193,15 +193,15 @@ class Survey:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._cells = Cells(store.arena.nbytes)
-        self._blocks = {"arena": 0, "beside": 0, "disk": 0}
+        self._blocks = {"arena": 0, "beside": 0, "disk": 0} | ({} if store.gpu is None else {"gpu": 0})
         self._found: dict[tuple[int, bytes], Group] = {}
         self._ungrouped = 0
         self._by_hits: list[Group] = []
         self._by_bytes: list[Group] = []
 
     async def told(self) -> Told:
-        """Walk, on the server's loop. `blocks` lie in the arena, are small and lie beside it, are on disk alone;
-        `ungrouped` are those whose prefix was one too many."""
+        """Walk, on the server's loop. `blocks` lie in the arena, are small and lie beside it, are on disk or on the GPU
+        alone; `ungrouped` are those whose prefix was one too many."""
         spaces = self._store.index.spaces
         for space in range(len(spaces)):
             await in_slices(list(spaces[space].values()), self._take)
@@ -228,7 +228,7 @@ class Survey:
                 self._blocks["arena"] += 1
                 self._cells.add(entry, max(0.0, now_s - entry.accessed_s))
             else:
-                self._blocks["disk" if entry.value is None else "beside"] += 1
+                self._blocks[store.tier_of(entry) if entry.value is None else "beside"] += 1
             self._group(entry)
 
     def _group(self, entry: Entry) -> None:
