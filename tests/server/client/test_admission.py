@@ -9,6 +9,8 @@ from kvredis.server.client.admission import UNREAD_BYTES_FULL, UNREAD_BYTES_MIN,
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 ARENA = 16 * MIB
 
 
