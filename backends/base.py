@@ -166,6 +166,11 @@ class Backend(Protocol):
         it has announced now, not those that others have. Where no other could hear of it, those are all."""
         ...
 
+    def coming(self, keys: Sequence[bytes]) -> int:
+        """Count how many of `keys`, from the first on, are present or announced by others; never fewer than `match`
+        would, and as many where no other can announce any."""
+        ...
+
     def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
         """Wait, so long at most, while others have announced the first of `keys` that is missing, and they are not all
         there. Count how many, from the first on, are known to be there then; that may be fewer than `match` would

@@ -56,6 +56,10 @@ class LocalBackend:
         """As Backend.expect: no other process sees this memory."""
         return self.present(keys).count(False)
 
+    def coming(self, keys: Sequence[bytes]) -> int:
+        """As Backend.coming: no other process announces any."""
+        return self.match(keys)
+
     def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
         """As Backend.wait_for: there is nothing to wait for."""
         return [*self.present(keys), False].index(False)

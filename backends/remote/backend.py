@@ -108,6 +108,15 @@ class RemoteBlocks:
             reply if isinstance(reply, int) else len(part.keys) for part, (_, reply) in zip(parts, answers, strict=True)
         )
 
+    def coming(self, keys: Sequence[bytes]) -> int:
+        """As Backend.coming. Where a server does not answer, its keys are missing."""
+        if not self._home.is_here():
+            return 0
+        self._routes.await_first()
+        asked = self._write_queue.without(keys)
+        run = self._run_by_match(asked, b"EXPECTED") or 0
+        return keys.index(asked[run]) if run < len(asked) else len(keys)
+
     def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
         """As Backend.wait_for, but not longer than half the timeout. Of a cluster the node of the first key that is
         missing is asked, of the keys that it has. Each wait has a connection of its own."""
@@ -197,12 +206,12 @@ class RemoteBlocks:
             self._sum(b"TOUCH", keys[:run])
         return run
 
-    def _run_by_match(self, keys: Sequence[bytes]) -> int | None:
+    def _run_by_match(self, keys: Sequence[bytes], *option: bytes) -> int | None:
         """Ask how long the run is among the keys of each slot: it is over at the first of all that are missing. None:
         a server does not know KV.MATCH."""
         parts = self._routes.parts(keys, QUESTION_KEYS)
         missing = set()
-        for part, (node, reply) in zip(parts, self._ask(b"KV.MATCH", parts), strict=True):
+        for part, (node, reply) in zip(parts, self._ask(b"KV.MATCH", parts, *option), strict=True):
             if reply is None and not node.knows(b"KV.MATCH"):
                 return None
             found = max(self._count(node, reply), 0)

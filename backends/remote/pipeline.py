@@ -71,11 +71,12 @@ class OpenValue:
 class SetPipeline:
     """SETs, ranges of values, and touches, in flight on one connection."""
 
-    __slots__ = ("_borrower", "connection", "unanswered", "unanswered_bytes")
+    __slots__ = ("_borrower", "_committing", "connection", "unanswered", "unanswered_bytes")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._borrower: AttachedConnection | None = None
+        self._committing: dict[RemoteReservation, OpenValue] = {}  # whose KV.COMMIT is unanswered
         self.unanswered: deque[RemoteReservation | Touch | None] = deque()  # None: an answer that settles nothing
         self.unanswered_bytes = 0
 
@@ -133,6 +134,7 @@ class SetPipeline:
             self.send_range(opened, item, start, stop)
         self.unanswered.append(item)
         self.unanswered_bytes += item.nbytes
+        self._committing[item] = opened
         self.connection.send((b"KV.COMMIT", b"%d" % opened.number))
 
     def give_up(self, opened: OpenValue) -> None:
@@ -141,13 +143,18 @@ class SetPipeline:
         self.connection.send((b"KV.ABORT", b"%d" % opened.number))
 
     def answers(self, keep: int, keep_bytes: int) -> Iterator[tuple[RemoteReservation | Touch | None, Reply]]:
-        """Read answers until `keep` are left, and `keep_bytes` of values or one value; waits for them."""
+        """Read answers until `keep` are left, and `keep_bytes` of values or one value; waits for them. A server keeps
+        the room of a commit that it refuses: it is told that the value is not wanted any more."""
         while len(self.unanswered) > keep or (len(self.unanswered) > 1 and self.unanswered_bytes > keep_bytes):
             reply = self.connection.read()
             item = self.unanswered.popleft()
+            opened = None
             if isinstance(item, RemoteReservation):
                 self.unanswered_bytes -= item.nbytes
+                opened = self._committing.pop(item, None)
             yield item, reply
+            if opened is not None and isinstance(reply, BackendError):
+                self.give_up(opened)
 
 
 class GetPipeline:

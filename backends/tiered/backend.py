@@ -134,6 +134,12 @@ class LayeredBackend:
         away = self._away(keys)
         return self.far.expect(away, within_s) if away else 0
 
+    def coming(self, keys: Sequence[bytes]) -> int:
+        """As Backend.coming; the server is asked for what is not near."""
+        away = self._away(keys)
+        run = self.far.coming(away) if away else 0
+        return keys.index(away[run]) if run < len(away) else len(keys)
+
     def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
         """As Backend.wait_for, of what is not near."""
         away = self._away(keys)

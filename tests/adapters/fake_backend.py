@@ -87,6 +87,9 @@ class FakeBackend:
         self._try()
         return self.present(keys).count(False)
 
+    def coming(self, keys: Sequence[bytes]) -> int:
+        return self.match(keys)
+
     def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
         return [*self.present(keys), False].index(False)
 

@@ -107,6 +107,27 @@ def test_a_prompt_that_is_found_gives_the_tokens_of_one_that_is_computed(first: 
     assert first.ask("stats")["left"] == 0
 
 
+@pytest.mark.parametrize("layers", ["false", nightly("true")])
+def test_pages_that_another_engine_waits_for_are_no_other_requests_until_they_are_stored(
+    first: VLLMProcess, server: RunningServer, layers: str
+) -> None:
+    first.open("llama", far(server.port, LMCACHE_USE_LAYERWISE=layers), num_gpu_blocks_override=257)
+    first.ask("stall", is_stalled=True)
+    pages = 960 // 32  # of whole chunks
+    first.generate(prompt(), tokens=1, told={"do_remote_decode": True, "do_remote_prefill": False})
+    stats = first.ask("stats")
+    assert (stats["held"], stats["free"], stats["left"]) == (pages, 256 - pages, 0)
+    for seed in range(1, 4):  # each gets the pages of the one before: without prefix caching vLLM gives the latest away
+        first.generate(prompt(seed=seed), tokens=1)
+    assert first.ask("stats")["held"] == pages
+    first.ask("stall", is_stalled=False)
+    first.stored()
+    found = [first.generate(prompt(seed=seed), tokens=1)[0]["cached"] for seed in range(4)]
+    assert found == [960, 0, 0, 960]
+    stats = first.ask("stats")
+    assert (stats["held"], stats["free"], stats["worker"]["cancelled_jobs"]) == (0, 256, 2)
+
+
 def as_two_ranks_store_it(client: redis.Redis, key: bytes) -> None:
     """Put two halves of a block's heads in its place, as an engine of two ranks has them."""
     value: Any = client.getdel(key)

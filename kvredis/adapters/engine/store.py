@@ -2,8 +2,9 @@
 they can be seen.
 
 What eviction leaves of a prompt is to be a prefix: the tail is stored before the head, and what is stored of the head
-is touched in between. No block is visible before it is whole. CacheEngine stores tensors of a whole prompt
-(TensorStore); paged/store.py and paged/layerwise_store.py store an engine's pages by the same rules.
+is touched in between. Where another engine waits for it the head goes first, and all is touched at the end. No block is
+visible before it is whole. CacheEngine stores tensors of a whole prompt (TensorStore); paged/store.py and
+paged/layerwise_store.py store an engine's pages by the same rules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,13 +62,17 @@ class ReservedBlock:
 
 class PrefixOrder:
     """The order in which the missing chunks of a prompt are stored. `keys` are those of all its chunks, of which
-    `present` are stored, and a block has `nbytes` bytes."""
+    `present` are stored, and a block has `nbytes` bytes. `head_first` for an engine that loads what it stores
+    meanwhile."""
 
-    def __init__(self, backend: Backend, keys: Sequence[bytes], present: int, nbytes: int) -> None:
+    def __init__(
+        self, backend: Backend, keys: Sequence[bytes], present: int, nbytes: int, *, head_first: bool = False
+    ) -> None:
         self._backend = backend
         self._keys = keys
         self._present = present
         self._nbytes = nbytes
+        self._head_first = head_first
         self._position = present
         self._head: Sequence[bytes] = ()
         """Keys before the run that is being written."""
@@ -80,13 +85,14 @@ class PrefixOrder:
         return len(self._keys) - self._position
 
     def runs(self) -> Iterator[range]:
-        """Give the numbers of the chunks to be stored next, from the last to the first: all that are missing at once,
-        or from the head on as many at a time as there is room for. Where one of a run could not be stored no other is
+        """Give the numbers of the chunks to be stored next, in their order: all that are missing at once, or from the
+        head on as many at a time as there is room for. Where one of a run could not be stored no other is
         asked for: what is behind a gap is worth nothing."""
         while count := self._room():
             start, self._position = self._position, self._position + count
             self._head = self._keys[:start]
-            yield range(self._position - 1, start - 1, -1)
+            run = range(start, self._position)
+            yield run if self._head_first else run[::-1]
 
     def written(self, nbytes: int) -> None:
         """Note that so many bytes more are, or are about to be, newer than the chunks before the run, and touch those

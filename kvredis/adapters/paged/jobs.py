@@ -37,22 +37,26 @@ class ChunkMove:
 
 @dataclass(slots=True)
 class LoadJob:
-    """Chunks that a request waits for: head first, one group behind the other."""
+    """Chunks that a request waits for: head first, one group behind the other. With `waits_s` another engine stores
+    them just now, and for the next one it is waited so long at most."""
 
     request: str
     moves: list[ChunkMove]
+    waits_s: float = 0.0
 
 
 @dataclass(slots=True)
 class StoreJob:
     """Chunks of a request that have been computed, or will be when this step's forward pass is over: head first, one
-    group behind the other. `total` is the prompt's length so far in tokens, for the log. A worker that learns only
-    later whether what is computed may be stored gives `is_sound`, which waits for that; a scheduler does not."""
+    group behind the other. `total` is the prompt's length so far in tokens, for the log. With `head_first`
+    another engine waits for them. A worker that learns only later whether what is computed may be stored gives
+    `is_sound`, which waits for that; a scheduler does not."""
 
     request: str
     moves: list[ChunkMove]
     total: int
     is_sound: Callable[[], bool] | None = None
+    head_first: bool = False
 
 
 @dataclass(slots=True)
@@ -171,8 +175,8 @@ class JobState:
     lock, `moved` and what follows it belong to the thread that does the work, and the rest to the mover."""
 
     __slots__ = (
-        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "present", "request", "seconds"),
-        *("started", "tokens", "total"),
+        *("cancelled", "is_load", "is_sound", "is_torn", "moved", "moves", "nbytes", "over", "part_of", "parts"),
+        *("head_first", "present", "request", "seconds", "started", "tokens", "total"),
     )
 
     def __init__(
@@ -182,11 +186,14 @@ class JobState:
         *,
         total: int | None = None,
         is_sound: Callable[[], bool] | None = None,
+        head_first: bool = False,
+        part_of: "JobState | None" = None,
     ) -> None:
         self.request = request
         self.moves = moves
         self.total = total or 0
         self.is_load = total is None
+        self.head_first = head_first
         self.is_sound: Callable[[], bool] = _yes if is_sound is None else is_sound
         self.moved = 0
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
@@ -196,6 +203,11 @@ class JobState:
         """Of a store, how many moves were stored before."""
         self.seconds = 0.0
         """How long it took, once it is over; 0 where it was not begun."""
+        self.part_of = part_of
+        self.parts = 0
+        """Of a load in parts, how many are not over; each counts as this one's when it is."""
+        self.is_torn = False
+        """Whether one of them has not come whole."""
         self.cancelled = self.started = self.over = False
 
     def count(self, chunks: int, tokens: int, nbytes: int) -> None:

@@ -167,11 +167,13 @@ class LayerStores(MoverTask):
             movings.append(self._planned[number][1].store(own[0], len(own), after=after))
 
     def _commit(self) -> None:
-        """Make all visible, of each job and group the tail first."""
+        """Make all visible, of each job and group the tail first, unless another engine waits."""
         for job in self.jobs:
             if job.cancelled:
                 continue
-            mine = [chunk for owner, chunk in self._reserved if owner is job][::-1]
+            mine = [chunk for owner, chunk in self._reserved if owner is job]
+            if not job.head_first:
+                mine.reverse()
             for chunk in mine:
                 chunk.checksum.begin()  # may find no thread
             self._reserved = [(owner, chunk) for owner, chunk in self._reserved if owner is not job]

@@ -1,8 +1,9 @@
 """The worker's side of an engine, whichever it is: chunks between a Backend and the engine's pages, in the background.
 
 A thread for loads and one for stores, each of which does one job after the other in few long calls without the GIL: an
-engine that steps busily in the same process leaves little of it. Whatever happens there is a failed page, a counter and
-a line in the log, and never an error of the engine's.
+engine that steps busily in the same process leaves little of it. A load that waits for another engine's stores has a
+thread of its own, which hands the chunks that have come over to the thread for loads. Whatever happens there is a
+failed page, a counter and a line in the log, and never an error of the engine's.
 
 Until a job is over its pages are its own: a load writes them, a store reads them. `finished` says when that ends, and
 `cancel` makes it end sooner.
@@ -12,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,6 +24,7 @@ from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.transfer.checksum import Checksums
 from kvredis.backends.base import Backend
 
+from .awaited_load import AwaitedLoad
 from .jobs import ChunkMove, Counters, Finished, JobState, LoadJob, MoverContext, MoverTask, MovingOptions, StoreJob
 from .jobs import PagedGroup as PagedGroup
 from .layerwise_store import LayerStores
@@ -31,6 +34,8 @@ from .store import ChunkStore
 
 logger = logging.getLogger(__name__)
 
+AWAITED_MAX = 16
+"""Loads that wait for what another engine stores, side by side: each has a thread, and a connection."""
 STAND_BACK_S = 0.03
 """An engine that has waited for a load computes next, at first in Python: what is left of the load, a line in the log
 and a question to the backend, holds it up for as long as it takes. By then its GPU has all that it is to do."""
@@ -49,6 +54,9 @@ class ChunkMover:
         bandwidth, checksums = Bandwidth(self.options.bytes_per_s), Checksums(is_on=self.options.verify)
         self._context = MoverContext(backend, list(groups), self.options, bandwidth, checksums, self.counters)
         self._loader: Executor[ChunkLoad] = Executor(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._awaiter: Executor[AwaitedLoad] = Executor(
+            self._await, "kvredis awaited loads", self.options.max_load_chunks, threads=AWAITED_MAX
+        )
         self._storer: Executor[MoverTask] = Executor(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
         self._jobs: dict[str, list[JobState]] = {}
@@ -71,13 +79,18 @@ class ChunkMover:
         """Bring a job's chunks in the background, behind the loads that were asked for before; on a GPU pages are
         written behind `after`, recorded behind what wrote them last."""
         state = JobState(job.request, job.moves)
-        if self._admit(state):
+        if not self._admit(state):
+            return
+        if job.waits_s:
+            load = AwaitedLoad(self._context, state, job.waits_s, partial(self._load_part, after))
+            self._submit(self._awaiter, load)
+        else:
             self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
 
     def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> JobState:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them. Of what
         is returned `over` says when its pages are read no more."""
-        state = JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound)
+        state = self._storing(job)
         if self._admit(state):
             self._submit(self._storer, ChunkStore(self._context, state, after))
         return state
@@ -121,18 +134,20 @@ class ChunkMover:
         if stores is None or not stores.computed(place, self._launched()):
             if stores is not None:
                 stores.finish()
-            states = [JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound) for job in jobs]
-            states = [state for state in states if self._admit(state)]
+            states = [state for state in map(self._storing, jobs) if self._admit(state)]
             self.layer_stores = LayerStores(self._context, states)
             self.layer_stores.computed(place, self._launched())
             if states:
                 self._submit(self._storer, self.layer_stores)
 
-    def end_layers(self) -> None:
-        """End the step's stores by layers: they go on in the background; those that lack a layer are given up."""
-        if self.layer_stores is not None:
-            self.layer_stores.finish()
-        self.layer_stores = None
+    def end_layers(self) -> Sequence[JobState]:
+        """End the step's stores by layers: they go on in the background; those that lack a layer are given up. Of what
+        is returned `over` says when its pages are read no more."""
+        stores, self.layer_stores = self.layer_stores, None
+        if stores is None:
+            return ()
+        stores.finish()
+        return stores.jobs
 
     # ---- all of it ---------------------------------------------------------------------------------------------------
 
@@ -149,7 +164,7 @@ class ChunkMover:
 
     def close(self) -> None:
         """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
-        for executor in (self._loader, self._storer):
+        for executor in (self._awaiter, self._loader, self._storer):
             self._cancel_all()
             executor.close()
         self._context.checksums.close()
@@ -171,6 +186,37 @@ class ChunkMover:
         task = self._loader.following(accept)
         if task is not None:
             task.begin(left_bytes)
+
+    @staticmethod
+    def _storing(job: StoreJob) -> JobState:
+        return JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound, head_first=job.head_first)
+
+    def _load_part(self, after: torch.cuda.Event | None, part: JobState) -> None:
+        """Load chunks of a larger load, which have come."""
+        whole = part.part_of
+        assert whole is not None
+        with self._changed:
+            whole.parts += 1
+            self._jobs.setdefault(part.request, []).append(part)
+        self._submit(self._loader, ChunkLoad(self._context, part, after, self._begin_following))
+
+    def _await(self, task: AwaitedLoad) -> int:
+        """A load whose chunks come while it runs; raises nothing."""
+        (job,) = task.jobs
+        with self._changed:
+            job.started = not job.over
+        if not job.started:
+            return 0
+        began_s = time.monotonic()
+        error = self._error_of(task.run)
+        with self._changed:
+            self._changed.wait_for(lambda: not job.parts)
+            self._end(job)
+        log_speed(logger, "Retrieved", job.tokens, job.nbytes, time.monotonic() - began_s, job.request)
+        if error is not None:
+            self.counters.add(errors=1)
+            logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)
+        return 0
 
     def _admit(self, job: JobState) -> bool:
         """Take a job on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -225,7 +271,7 @@ class ChunkMover:
                 self._end(job)
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)
-        for job in jobs:
+        for job in jobs if jobs[0].part_of is None else ():
             verb = "Retrieved" if is_load else "Stored"
             log_speed(logger, verb, job.tokens, job.nbytes, seconds, job.request)
         later_error = self._error_of(task.clean_up) if has_begun else None
@@ -265,6 +311,9 @@ class ChunkMover:
         mine.remove(job)
         if not mine:
             del self._jobs[job.request]
+        if job.part_of is not None:
+            self._end_part(job, job.part_of)
+            return
         self._chunks[job.is_load] -= len(job.moves)
         self.counters.add(cancelled_jobs=job.cancelled, stores=not job.is_load)
         if not job.is_load and job.moved + job.present < len(job.moves):
@@ -273,6 +322,13 @@ class ChunkMover:
             self._end_load(job, job.moves[job.moved :])
         elif not any(not other.is_load for other in mine):
             self._finished.stored.add(job.request)
+        self._changed.notify_all()
+
+    def _end_part(self, part: JobState, whole: JobState) -> None:
+        if not whole.is_torn:
+            whole.count(part.moved, part.tokens, part.nbytes)
+        whole.is_torn |= part.moved < len(part.moves)
+        whole.parts -= 1
         self._changed.notify_all()
 
     def _end_load(self, job: JobState, missing: Sequence[ChunkMove]) -> None:

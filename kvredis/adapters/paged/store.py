@@ -119,7 +119,8 @@ class ChunkStore(MoverTask):
     def _store_group(self, moves: list[ChunkMove]) -> None:
         context, job = self._context, self._job
         present, self._refused = count_present(context, job, moves), 0
-        order = PrefixOrder(context.backend, [move.key for move in moves], present, context.value_bytes(moves[0]))
+        keys, nbytes = [move.key for move in moves], context.value_bytes(moves[0])
+        order = PrefixOrder(context.backend, keys, present, nbytes, head_first=job.head_first)
         for run in order.runs():
             self._store_run((moves[number] for number in run), order)
             if self._refused or job.cancelled:
@@ -136,10 +137,12 @@ class ChunkStore(MoverTask):
             if self._job.cancelled:
                 break
             chunk = reserve(self._context, move)
-            if chunk is None:  # those nearer to the head are still worth storing
+            if chunk is None:
                 order.written(0)
                 self._refused += 1
-                continue
+                if self._job.head_first:  # what is behind a gap is worth nothing
+                    break
+                continue  # those nearer to the head are still worth storing
             self._next.append(chunk)  # ours to give back from here on
             order.written(chunk.tensor.nbytes)  # room is taken from what is oldest
             if bytes_of(self._next) >= self._context.piece_bytes:

@@ -16,7 +16,7 @@ from kvredis.backends.config.schema import KEYS, Config
 from kvredis.storage.errors import ConfigError
 
 from .kv_layout import LayerGroup, is_recurrent, layer_groups
-from .scheduler import Prompt
+from .request import Prompt
 from .stored_events import PLAIN, Origin
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,8 @@ from .handshake import Handshake, agreed_groups, engine_facts
 from .held_pages import HeldPages, StoreOver
 from .kv_layout import LayerGroup, NoStates
 from .metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
-from .scheduler import Scheduling, SchedulingOptions, Step
+from .request import SchedulingOptions, Step
+from .scheduler import Scheduling
 from .shared import Shared, join, leave
 from .stored_events import Removed, Stored
 from .weights import KeyWeights, WeightsReport, WeightsWatch
@@ -144,6 +145,8 @@ _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 _Hybrid: Any = base.SupportsHMA if _TransferResults else object
 """Before 0.30 a failed load of a model with several groups cannot be reported: vLLM then makes one group of them."""
 
+_ASKS_FOR_BLOCKS = hasattr(base.KVConnectorBase_V1, "has_pending_block_frees")
+"""Whether vLLM asks for what is held before it preempts a request that runs: since 0.30."""
 _TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Since 0.33."""
 
@@ -179,7 +182,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._groups = self._groups_of(vllm_config, kv_cache_config, config, self._rank % self._ranks)
         self._facts = engine_facts(kv_cache_config, self._groups) if self._groups else {}
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
-        self._by_layers = config.use_layerwise and not any(group.is_state for group in self._groups)
+        self._has_states = any(group.is_state for group in self._groups)
+        self._computes_failed = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
+        self._by_layers = config.use_layerwise and not self._has_states
         self._has_drafts = getattr(vllm_config, "speculative_config", None) is not None
         self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
         self._config = config
@@ -222,7 +227,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Here is what counts who uses a block."""
-        if any(group.is_state for group in self._groups):
+        if self._has_states or (self._groups and _ASKS_FOR_BLOCKS and self._role_name != "kv_consumer"):
             self._held = HeldPages(gpu_block_pool, self._config.blocking_timeout_secs)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
@@ -250,8 +255,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def _schedule(self, shared: Shared, config: Config, weights: KeyWeights) -> None:
         least = config.min_retrieve_tokens
-        is_auto, has_states = least == AUTO, any(group.is_state for group in self._groups)
-        knows_states = has_states and config.state_bytes_per_prompt is None
+        is_auto = least == AUTO
+        knows_states = self._has_states and config.state_bytes_per_prompt is None
         if is_auto or knows_states or config.wait_for_kv:
             self._worth = Worth(shared.backend, shared.break_even, shared.probes)
         options = SchedulingOptions(
@@ -267,6 +272,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             lookup_s_max=config.blocking_timeout_secs,
             announces=self._role_name == "kv_producer" or (self._role_name == "kv_both" and config.wait_for_kv),
             waits=self._role_name == "kv_consumer" or (self._role_name == "kv_both" and config.wait_for_kv),
+            streams=self._computes_failed and self._is_single and all(g.window is None for g in self._groups),
         )
         narrow = self._worth.narrow if self._worth and is_auto else None
         compute_s = shared.break_even.prefill_s if self._worth and (is_auto or config.wait_for_kv) else None
@@ -304,7 +310,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._scheduling is not None and num_external_tokens > 0:
             self._scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
             self._loads[request.request_id] = time.perf_counter(), num_external_tokens
-            if self._worth is not None:
+            if self._worth is not None and not self._scheduling.awaits(request.request_id):
                 self._worth.load_began(request.request_id)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -338,7 +344,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._worth.step_began(scheduler_output.total_num_scheduled_tokens)
         step = self._scheduling.step()
         if self._held is not None:
-            self._held.hold(step.number, step.moves.stores)
+            stores = step.moves.stores
+            if not self._has_states:
+                stores = [job for job in stores if self._scheduling.is_for_others(job.request)]
+            step.held = self._held.hold(step.number, stores)
         return StepMetadata(step)
 
     def _states_of(
@@ -401,9 +410,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return events_of(self._scheduling.events.take(), self._kinds)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Free a request's pages at once: a request that gets one that is still being stored has that store ended
-        first. To a router, which has asked for KV for another engine, say how that finds it, in the words of vLLM's own
-        connectors."""
+        """Free a request's pages at once, but for those that are held: a request that gets one that is still being
+        stored has that store ended first. To a router, which has asked for KV for another engine, say how that finds
+        it, in the words of vLLM's own connectors."""
         handed_over = ""
         if self._scheduling is not None:
             if (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_decode"):
@@ -508,10 +517,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """Hand over the stores of a forward pass that is launched. Waits for none of them."""
         if self._worker is None:
             return
-        if self._by_layers:
-            self._worker.mover.end_layers()
-        else:
-            self._worker.store(self._get_connector_metadata().step, self._jobs)
+        jobs = [] if self._by_layers else self._jobs  # by layers they have left
+        self._worker.store(self._get_connector_metadata().step, jobs)
         self._jobs = []
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -1,7 +1,9 @@
-"""Pages that the engine must not give away: those that the stores of a model with recurrent layers read.
+"""Pages that the engine must not give away: those that the stores of a model with recurrent layers read, and those of a
+request whose KV another engine waits for.
 
 Behind the step that hands a state over, its page may become another request's long before the request ends, and the
-store that reads it ends then (PagedWorker.before). vLLM counts who uses a block (`BlockPool.touch`, `free_blocks`), so
+store that reads it ends then (PagedWorker.before). Without prefix caching the pages of a request that has ended are the
+first that vLLM gives to the next one. vLLM counts who uses a block (`BlockPool.touch`, `free_blocks`), so
 a connector can be one of those. What is held is bounded in number and in time, and goes back at once where the engine
 runs short: a store may then be given up, and the engine never waits.
 """
@@ -51,16 +53,18 @@ class HeldPages:
         """How many pages are held."""
         return sum(len(hold.pages) for hold in self._holds.values())
 
-    def hold(self, step: int, stores: Iterable[StoreJob]) -> None:
+    def hold(self, step: int, stores: Iterable[StoreJob]) -> set[str]:
         """Hold the pages that a step's stores read: all of a store's, or none where that would be too much. What has
-        been held for too long goes back."""
-        now_s = self._clock()
+        been held for too long goes back. Gives the requests whose pages are held."""
+        held, now_s = set[str](), self._clock()
         self._free([store for store, hold in self._holds.items() if now_s - hold.since_s > self._wait_s])
         for job in stores:
             pages = list(dict.fromkeys(page for move in job.moves for page in move.pages))
             if len(self) + len(pages) <= self._pages_max:
                 self._pool.touch([self._pool.blocks[page] for page in pages])
                 self._holds[job.request, step] = _Hold(pages, self.ranks, now_s)
+                held.add(job.request)
+        return held
 
     def over(self, stores: Iterable[StoreOver]) -> None:
         """Give back what these have read; each rank tells of each store once."""

@@ -71,6 +71,8 @@ class Found:
     """What is missing, and this engine has said that it computes, as far as no other had."""
     is_coming: bool = False
     """Whether another engine may be computing the first chunk that is missing."""
+    is_awaited: bool = False
+    """Whether those from the first one that is missing on are not there yet: other engines have announced them."""
 
     def up_to(self, count: int) -> int:
         """The greatest end that is not above `count`, or 0."""
@@ -81,11 +83,13 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """How an engine shares the computing of a prompt with others: whether it `announces` what it computes, and `waits`
-    for what others have announced. Where the KV `is_promised` another engine will begin to compute it."""
+    for what others have announced. Where the KV `is_promised` another engine will begin to compute it. An engine that
+    `streams` waits until it is all announced, and then for each chunk when it loads that."""
 
     announces: bool = False
     waits: bool = False
     is_promised: bool = False
+    streams: bool = False
 
 
 ALONE = Sharing()
@@ -199,15 +203,16 @@ class Lookups:
         missing = self._missing(found, count) if sharing != ALONE else []
         if not missing:
             return found
+        names = [name for place in missing for name in self.of_ranks(keys, *place)]
+        if sharing.streams:
+            coming = missing[0][1] + self._backend.coming(names) * (count - missing[0][1]) // len(names)
+            if coming == count or (coming > missing[0][1] and not sharing.is_promised):
+                return replace(found, ends=range(1, coming + 1), is_awaited=True)
         if sharing.is_promised or not sharing.announces:
             return replace(found, is_coming=True)
-        (_, at), names = missing[0], [(place[1], self.of_ranks(keys, *place)) for place in missing]
-        first = [name for each, parts in names for name in parts if each == at]
-        rest = [name for each, parts in names for name in parts if each != at]
-        mine = self._backend.expect(first, EXPECTED_S)
-        if rest:
-            self._backend.expect(rest, EXPECTED_S)
-        return replace(found, announced=missing, is_coming=sharing.waits and mine < len(first))
+        # At once: an engine that looks meanwhile must not take the first chunk for all that is announced.
+        mine = self._backend.expect(names, EXPECTED_S)
+        return replace(found, announced=missing, is_coming=sharing.waits and mine < len(names))
 
     def _missing(self, found: Found, count: int) -> list[Place]:
         """What a prompt lacks, in the order in which it is stored: of the layers that see the whole prefix, and the

@@ -18,119 +18,19 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from kvredis.adapters.engine.keys import DEFAULT_ALGORITHM, ChunkKey, keys_of_bytes, token_bytes
+from kvredis.adapters.engine.keys import ChunkKey, keys_of_bytes, token_bytes
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, Moves, StoreJob
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
 from kvredis.backends.base import Backend, Tier
 from kvredis.backends.remote.backend import RemoteBlocks
 
 from .kv_layout import LayerGroup
-from .lookup import OWN, Found, Lookups, Question, Sharing
-from .stored_events import PLAIN, Offered, Origin, StoredEvents, digest_of
+from .lookup import OWN, Found, Lookups, Sharing
+from .request import REST_TOKENS, Prompt, Request, SchedulingOptions, Step
+from .stored_events import Offered, StoredEvents, digest_of
 from .weights import FreshPages, KeyWeights, WeightsReport
-
-REST_TOKENS = 256
-"""Behind a prefix that the engine has in its own pages the rest of a hit is computed where it is less than a chunk, and
-less than this: the step that computes the last token computes so many beside it while a GPU reads the weights, and a
-load would keep the request out of that step. Without such a prefix all that is found is loaded, however short."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
-    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted. `origin` is what
-    events say of it. Where prefill and decode are apart its KV is computed `for_others`; or another engine computes it,
-    which has `handed_over` the name of its first chunk, or `is_promised` to begin with it."""
-
-    request: str
-    tokens: Sequence[int]
-    extras: tuple[tuple[int, bytes], ...] = ()
-    attempt: int = 0
-    origin: Origin = PLAIN
-    for_others: bool = False
-    handed_over: str = ""
-    is_promised: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulingOptions:
-    """Bounds and habits. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither are
-    fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None. With `waits_for_shared` a request
-    waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages. The states
-    of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks. Where that is None a state
-    is stored if that takes less than computing from the one before, and while that is unknown they take as much as the
-    prompt's KV. The last one is always stored. A server's answer is waited for as long as computing the
-    prompt takes, and never longer than `lookup_s_max`; and as long for KV that another engine computes, if it `waits`
-    for that. With `announces` others hear what this engine computes."""
-
-    loads: bool = True
-    stores: bool = True
-    unfull: bool = False
-    algorithm: str = DEFAULT_ALGORITHM
-    min_load_tokens: int = 0
-    min_rest_tokens: int | None = None
-    max_load_chunks: int = 1024
-    waits_for_shared: bool = False
-    state_bytes: int | None = None
-    lookup_s_max: float = 10.0
-    announces: bool = False
-    waits: bool = False
-
-
-@dataclass(slots=True)
-class Request:
-    """What is remembered of a request."""
-
-    prompt: Prompt
-    keys: list[list[ChunkKey]]
-    found: int = 0
-    """Chunks of the prefix that were stored when it was asked for."""
-    answered: Found = field(default_factory=Found)
-    """Up to which chunks it could have been loaded then."""
-    lookup: Question[Found] | None = None
-    """The question for it, until the answer has been taken over or given up."""
-    asked_s: float = 0
-    is_waiting: bool = False
-    """Whether that question is the second one, for KV that another engine computes."""
-    announced: Question[Found] | None = None
-    """The last question that may have announced what this engine computes of it."""
-    snapshot: int = 0
-    """Chunks before the last state that was found, or handed over for storing."""
-    computed: int = 0
-    """Tokens the engine had itself then."""
-    answer: int = 0
-    """Tokens to load behind these."""
-    loading: int = 0
-    """Tokens of its load, until it is known what became of that."""
-    asked_attempt: int = -1
-    loaded_attempt: int = -1
-    tables: list[list[int]] = field(default_factory=list)
-    next: list[int] = field(default_factory=list)
-    """Of each group, the first chunk that has not been handed over for storing."""
-    quiet_until: float = 0
-    """Before it has so many tokens nothing of it is stored."""
-    epoch: int = 0
-    """Of which weights its keys are (KeyWeights)."""
-    stale_epoch: int = 0
-    is_stale: bool = False
-    """Whether some of its KV was computed with other weights, as was found out in that epoch: none of it is stored."""
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step asks of the workers: plain values that pickle. `taken` are the pages that this step's
-    forward or loads write; `is_idle`: it computes nothing. `weights` are what its keys are of, a digest for each rank
-    (weights.py), none where that is not compared; with `check_weights` each rank looks at all of its own, and tells."""
-
-    moves: Moves = field(default_factory=Moves)
-    taken: set[int] = field(default_factory=set)
-    is_idle: bool = True
-    number: int = 0
-    weights: tuple[str, ...] = ()
-    check_weights: bool = False
-
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +151,11 @@ class Scheduling:
         stop = request.computed + external
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
-        self._step.moves.loads.append(LoadJob(name, moves))
+        is_awaited = request.answered.is_awaited and stop > request.keys[0][request.answered.missed or 0].start
+        waits_s = self._patience_s(len(request.prompt.tokens) - request.computed) if is_awaited else 0.0
+        request.is_awaited = is_awaited
+        self.counters["waits"] += is_awaited
+        self._step.moves.loads.append(LoadJob(name, moves, waits_s))
         parts = self._parts_of if request.answered.ranks else None
         self._loading[name] = frozenset(
             [move.key for move in moves] if parts is None else [part for move in moves for part in parts(move)]
@@ -259,6 +163,11 @@ class Scheduling:
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
+
+    def awaits(self, name: str) -> bool:
+        """Whether a request's load takes as long as another engine computes."""
+        request = self._requests.get(name)
+        return request is not None and request.is_awaited
 
     def sources(self, name: str, external: int) -> dict[Tier, int]:
         """Where the tokens of a load come from that `allocated` has been told of; asks no server."""
@@ -300,7 +209,7 @@ class Scheduling:
                 self._offer(self.events, request, parts)
             if moves := [move for part in parts for move in part]:
                 self.counters["store_tokens"] += max(map(self._tokens_of, parts))
-                self._step.moves.stores.append(StoreJob(name, moves, done))
+                self._step.moves.stores.append(StoreJob(name, moves, done, head_first=self._announces(request)))
         if request is not None:
             request.quiet_until = self._next_stored(request)
 
@@ -378,6 +287,7 @@ class Scheduling:
         self._loading.pop(name, None)
         request = self._requests.get(name)
         if request is not None and failed:
+            self.counters["waits_given_up"] += request.is_awaited
             self._offer_again(request)
         elif request is not None:
             self._count_loaded(request)
@@ -482,6 +392,11 @@ class Scheduling:
         request = self._requests.get(name)
         return self._name_of(request) if request is not None and self.options.stores else ""
 
+    def is_for_others(self, name: str) -> bool:
+        """Whether another engine waits for what is stored of a request."""
+        request = self._requests.get(name)
+        return request is not None and request.prompt.for_others
+
     def has_grown(self, name: str, tokens: int) -> bool:
         """Whether a request that has so many tokens now has whole chunks that `follow` does not know of yet."""
         request, chunk = self._requests.get(name), self.groups[0].layout.chunk_tokens
@@ -537,7 +452,7 @@ class Scheduling:
 
     def _sharing(self, request: Request) -> Sharing:
         prompt, options = request.prompt, self.options
-        announces = options.stores and (options.announces or prompt.for_others)
+        announces = self._announces(request)
         self._has_announced |= announces
         is_ours = bool(prompt.handed_over) and prompt.handed_over == self._name_of(request)
         if prompt.handed_over and not is_ours and not self._has_other_names:
@@ -546,7 +461,11 @@ class Scheduling:
                 "the engine that has computed %s stores KV under other names: its model, weights or chunks are others"
             )
             logger.warning(text, prompt.request)
-        return Sharing(announces, options.waits or is_ours or prompt.is_promised, prompt.is_promised)
+        waits = options.waits or is_ours or prompt.is_promised
+        return Sharing(announces, waits, prompt.is_promised, waits and options.streams and not announces)
+
+    def _announces(self, request: Request) -> bool:
+        return self.options.stores and (self.options.announces or request.prompt.for_others)
 
     def _name_of(self, request: Request) -> str:
         """What all ranks' keys of a prompt's first chunk have in common, "" where it has none."""
@@ -601,9 +520,12 @@ class Scheduling:
         if self._states:
             request.snapshot = found
         self.counters["hit_tokens"] += keys[found - 1].stop if found else 0
-        if self.events is not None and answer.missed is not None and self.groups[0].window is None:
-            self.events.missed([keys[answer.missed].key])
+        is_missed = answer.missed is not None and not answer.is_awaited
+        if self.events is not None and is_missed and self.groups[0].window is None:
+            self.events.missed([keys[answer.missed or 0].key])
         self.counters["lookups_without_hit"] += not found
+        # An engine that stores nothing would otherwise look for KV of weights that it has no more, and find none.
+        self._step.compares |= not found and not self.options.stores
         if found:
             self.hit_rates.append(keys[found - 1].stop / total)
 

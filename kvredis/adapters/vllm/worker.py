@@ -32,7 +32,7 @@ from kvredis.backends.base import Backend
 
 from .held_pages import StoreOver
 from .kv_layout import LayerGroup, in_order, paged_view, split_anew, state_view
-from .scheduler import Step
+from .request import Step
 from .weights import Check, WeightsWatch
 
 
@@ -103,7 +103,8 @@ IDLE_STORE_WAIT_S = 0.002
 class Results:
     """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
     engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
-    nothing. `over` are stores that read no page any more, where layers are recurrent; `unstored` are keys of those of
+    nothing. `over` are stores that read no page any more, where layers are recurrent or the scheduler has held pages;
+    `unstored` are keys of those of
     which something was not stored."""
 
     stored: set[str] = field(default_factory=set)
@@ -175,6 +176,8 @@ class PagedWorker:
 
     def before(self, step: Step) -> None:
         """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
+        if self._check is not None and self._check.done():
+            self._check.holds()
         if self.weights is not None and (step.check_weights or self.weights.is_suspect):
             self._compare(step)
         for name in step.moves.cancelled:
@@ -218,7 +221,7 @@ class PagedWorker:
         those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
         engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
         for job in step.moves.loads:
-            job = LoadJob(job.request, self._loads(job.moves))
+            job = replace(job, moves=self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
         # It takes as long as a load's first MB.
@@ -234,8 +237,9 @@ class PagedWorker:
         """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
-        if self._tells_over:
-            self._unread |= dict.fromkeys((job.request for job in step.moves.stores), step.number)
+        for job in step.moves.stores:
+            if self._tells_over or job.request in step.held:
+                self._unread[job.request] = step.number
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -254,13 +258,16 @@ class PagedWorker:
         return [job if check is None else replace(job, is_sound=check.holds) for job in jobs]
 
     def store(self, step: Step, jobs: Sequence[StoreJob]) -> None:
-        """Behind the forward pass, which is still running on a GPU: store what it has computed. While it runs the
-        weights are compared: before it that would be a millisecond or two of the first token."""
+        """Behind the forward pass, which is still running on a GPU: store what it has computed, and end the stores of
+        layers that have left one by one. While it runs the weights are compared: before it that would be a millisecond
+        or two of the first token."""
         after = self.launched() if jobs else None
-        for job in self.compared(step, jobs):
-            state = self.mover.store(job, after)
-            if job.request in self._unread:
-                self._reading[job.request, self._unread.pop(job.request)] = state
+        if step.compares:
+            self._compare(step)
+        states = [*self.mover.end_layers(), *(self.mover.store(job, after) for job in self.compared(step, jobs))]
+        for state in states:
+            if state.request in self._unread:
+                self._reading[state.request, self._unread.pop(state.request)] = state
         self._results.over += [StoreOver(*each) for each in self._unread.items()]  # this rank stores nothing of them
         self._unread.clear()
         self._to_store = set()

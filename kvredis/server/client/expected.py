@@ -153,6 +153,16 @@ class ExpectedKeys:
             self._ends.clear()
             self._server.reconsider()
 
+    def coming(self, client: Client, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, are present or announced by another client."""
+        store, space = self._server.store, client.space
+        run = store.match(keys, space)
+        for key in keys[run:]:
+            if not self._is_coming((space, key), client.id) and store.find(key, space) is None:
+                break
+            run += 1
+        return run
+
     # ---- waits ---------------------------------------------------------------------------------------------------
 
     def wait(self, client: Client, keys: Sequence[bytes], present: int, seconds: float) -> Blocked | None:

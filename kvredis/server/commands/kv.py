@@ -49,7 +49,7 @@ METADATA = (
 EXPECT_MS: Final = 60_000
 EXPECT_MS_MAX: Final = 3_600_000
 """How long keys are announced: without a word about it, and at most."""
-_WAIT: Final = {b"WAIT": 1}
+_BEHIND_MATCHED: Final = {b"WAIT": 1, b"EXPECTED": 0}
 _LIMIT: Final = {b"PX": 1}
 BAD_LIMIT: Final = error(f"ERR PX is 1 to {EXPECT_MS_MAX} milliseconds")
 
@@ -59,23 +59,25 @@ BAD_LIMIT: Final = error(f"ERR PX is 1 to {EXPECT_MS_MAX} milliseconds")
     arity=-2,
     flags="readonly fast",
     keys=(1, -1, 1),
-    behind_keys=_WAIT,
+    behind_keys=_BEHIND_MATCHED,
     acl="read fast",
     group="kv",
     since="0.1.0",
     summary="Returns the length of the leading run of keys that is present: the prefix lookup in one round trip.",
     complexity="O(N) where N is the number of keys.",
-    syntax="key [key ...] [WAIT milliseconds]",
+    syntax="key [key ...] [EXPECTED | WAIT milliseconds]",
     access="RO",
 )
 def match(session: Caller, args: list[bytes]) -> Reply | Blocked:
     """The run counts as used now, its tail as the coldest of it. With WAIT the reply comes when all keys are there,
     when the first one that is missing is announced by no other client (KV.EXPECT), or when the time is up, 0 = never;
-    in a transaction at once."""
-    end = keys_end(_WAIT, args)
+    in a transaction at once. With EXPECTED keys that another client has announced count as if they were there."""
+    end = keys_end(_BEHIND_MATCHED, args)
     if end == len(args):
         return integer(session.store.match(args[1:], session.space))
-    if end < len(args) - 2:
+    if end == len(args) - 1:
+        return integer(session.server.expected.coming(session, args[1:end]))
+    if end < len(args) - 2 or args[end].upper() != b"WAIT":
         return SYNTAX_ERROR
     milliseconds = _milliseconds(args[-1])
     if isinstance(milliseconds, bytes):

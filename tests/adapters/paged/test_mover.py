@@ -114,6 +114,32 @@ def test_chunks_that_are_there_are_not_stored_again_and_the_tail_goes_before_the
     assert all(backend.values[move.key] == block_for(engine, move) for move in moves)
 
 
+@pytest.mark.parametrize("batch_bytes", [1, 80_000])
+def test_where_another_engine_waits_the_head_goes_first_and_is_the_newest_all_the_same(batch_bytes: int) -> None:
+    engine, moves = PagedEngine(groups=1), moves_of("a", 6)
+    backend = stored(FakeBackend(blocks_max=6), engine, moves[:2])
+    del backend.written[:]
+    with mover_on(backend, engine, batch_bytes=batch_bytes) as mover:
+        mover.store(StoreJob("r", moves, 6 * CHUNK, head_first=True))
+        assert mover.settle(WAIT_S)
+        assert backend.written == [move.key for move in moves[2:]]
+    backend.put(b"other", b"x")
+    assert backend.match([move.key for move in moves]) == 5, "the tail has left"
+
+
+def test_of_a_store_head_first_nothing_is_asked_for_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, moves, backend = PagedEngine(groups=1), moves_of("a", 6), FakeBackend()
+    reserve = backend.reserve
+    monkeypatch.setattr(backend, "reserve", lambda key, n: None if key == moves[3].key else reserve(key, n))
+    with mover_on(backend, engine) as mover:
+        mover.store(StoreJob("r", moves, 6 * CHUNK, head_first=True))
+        assert mover.settle(WAIT_S)
+        assert backend.written == [move.key for move in moves[:3]]
+        assert mover.finished().unstored == [move.key for move in moves]
+        stats = mover.stats()
+        assert (stats["stored_chunks"], stats["refused_stores"]) == (3, 1)
+
+
 def test_what_eviction_leaves_of_a_prompt_is_a_prefix() -> None:
     engine, moves, backend = PagedEngine(groups=1), moves_of("a", 9), FakeBackend(blocks_max=6)
     with mover_on(backend, engine, batch_bytes=1) as mover:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from itertools import accumulate, pairwise
 
@@ -11,6 +12,7 @@ import torch
 from kvredis.adapters.transfer.base import Part
 from kvredis.adapters.transfer.cuda.plan import Launch, LayerPlans, Span, merged, plan, spans_of
 from kvredis.adapters.transfer.kv_cache import PagedKV
+from kvredis.storage.memory.copy import address_of
 
 
 def shared(units: list[int], grains: list[int], most: int, room: int, least: int) -> list[Span]:
@@ -80,13 +82,27 @@ def test_a_small_part_is_never_cut() -> None:
 
 
 def test_what_adjoins_in_host_memory_is_one_copy() -> None:
-    found = merged([100, 110, 999, 130, 140, 50], [10, 10, 0, 10, 5, 7])
+    found = merged([100, 110, 999, 130, 140, 50], [10, 10, 0, 10, 5, 7], [1] * 6)
     assert found.host == [100, 130, 50]
     assert found.place == [0, 20, 35]
     assert found.nbytes == [20, 15, 7]
-    found = merged([100, 500, 500], [10, 0, 10])
+    found = merged([100, 500, 500], [10, 0, 10], [1] * 3)
     assert found.host == [100, 500], "not as far as where a part of no pages lies"
     assert found.nbytes == [10, 10]
+
+
+def test_a_copy_does_not_reach_into_what_adjoins_by_chance_and_another_one_lends() -> None:
+    paged = PagedKV([torch.zeros(8, 2, 16, 2, 8, dtype=torch.bfloat16)])
+    page_bytes = 2 * 16 * 2 * 8 * 2
+    memory = bytearray(3 * page_bytes)
+    start = address_of(memory)
+    lent = [memoryview((ctypes.c_char * page_bytes).from_address(start + at * page_bytes)) for at in range(2)]
+    one = memoryview(memory)[2 * page_bytes :]
+    job = plan(paged, [Part([at], memory) for at, memory in enumerate([*lent, one])])
+    assert job.extents(Span(0, job.units)).host == [start + at * page_bytes for at in range(3)]
+    whole = memoryview(memory)
+    job = plan(paged, [Part([at], whole[at * page_bytes : (at + 1) * page_bytes]) for at in range(3)])
+    assert job.extents(Span(0, job.units)).nbytes == [3 * page_bytes]
 
 
 def test_parts_alike_that_follow_each_other_share_a_kernel_also_where_the_first_and_the_last_are_cut() -> None:

@@ -1,5 +1,6 @@
 """An engine whose weights change in place: no KV of others is loaded, nor stored under keys of these."""
 
+import copy
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
@@ -9,7 +10,8 @@ import torch
 
 from kvredis.adapters.engine.tensors import outside_pools
 from kvredis.adapters.paged.jobs import MovingOptions
-from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import Scheduling
 from kvredis.adapters.vllm.weights import WAIT_STEPS_MAX, KeyWeights, WeightsWatch
 from kvredis.adapters.vllm.worker import PagedWorker, Results, call_around_sleep, worker_of
 from tests.adapters.vllm.test_worker import PAGES, TOKENS, WAIT_S, Gate, Halves, tables_of
@@ -18,11 +20,17 @@ from tests.adapters.vllm.test_worker import PAGES, TOKENS, WAIT_S, Gate, Halves,
 class Changing(Halves):
     """Halves whose weights are one matrix, and whose worker's words reach the scheduler behind each step."""
 
+    def __init__(self, options: SchedulingOptions | None = None, of: "Changing | None" = None) -> None:
+        self.options = options or SchedulingOptions()
+        self.model: torch.nn.Linear = torch.nn.Linear(64, 64) if of is None else copy.deepcopy(of.model)
+        self.of = of
+        super().__init__()
+
     def open(self, backend: object = None) -> None:
-        self.model = torch.nn.Linear(64, 64)
+        self.backend = self.backend if self.of is None else self.of.backend
         self.watch = WeightsWatch(lambda: [self.model])
         weights = KeyWeights({0: self.watch.look()})
-        self.scheduling = Scheduling(self.groups, self.backend, SchedulingOptions(), None, weights)
+        self.scheduling = Scheduling(self.groups, self.backend, self.options, None, weights)
         self.worker = PagedWorker(self.backend, self.groups, self.caches, PAGES, MovingOptions(), self.watch)
 
     def step(self, forward: object = lambda: None) -> None:
@@ -93,6 +101,22 @@ def test_a_step_that_stores_sees_the_change_and_its_request_is_stored_behind_it(
     assert halves.stored() == 8
     into = tables_of(halves, 1)
     assert halves.prompt("c", into, other) == 256
+    halves.close()
+
+
+def test_an_engine_that_stores_nothing_finds_what_engines_with_its_new_weights_have_stored(halves: Changing) -> None:
+    reader = Changing(SchedulingOptions(stores=False), halves)
+    halves.change()
+    reader.change()
+    halves.prompt("a", tables_of(halves, 1))
+    halves.step()
+    halves.prompt("b", tables_of(halves, 1))
+    assert halves.stored() == 4
+    assert reader.prompt("a", tables_of(reader, 1)) == 0, "its keys are of the weights before"
+    reader.step()
+    assert reader.scheduling.weights.suffix == halves.scheduling.weights.suffix
+    assert reader.prompt("b", tables_of(reader, 1)) == 256
+    reader.close()
     halves.close()
 
 

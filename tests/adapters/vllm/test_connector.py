@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.keys import key_prefix
-from kvredis.adapters.vllm.scheduler import Prompt
+from kvredis.adapters.vllm.request import Prompt
 from kvredis.adapters.vllm.stored_events import Origin, Stored
 from kvredis.adapters.vllm.worker import Results
 from kvredis.backends.tiered.backend import LayeredBackend

@@ -9,7 +9,7 @@ from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, Moves, MovingOptions, StoreJob
 from kvredis.adapters.vllm.held_pages import HELD_PART, HeldPages, StoreOver
 from kvredis.adapters.vllm.kv_layout import layer_groups
-from kvredis.adapters.vllm.scheduler import Step
+from kvredis.adapters.vllm.request import Step
 from kvredis.adapters.vllm.worker import PagedWorker
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, MambaSpec, names
@@ -63,7 +63,7 @@ def store(request: str, *pages: int) -> StoreJob:
 
 def test_pages_are_held_until_each_rank_has_read_them(pool: Pool, held: HeldPages) -> None:
     held.ranks = 2
-    held.hold(5, [store("a", 3, 4, 3), store("b", 9)])
+    assert held.hold(5, [store("a", 3, 4, 3), store("b", 9)]) == {"a", "b"}
     held.hold(6, [store("a", 7)])
     assert pool.used == [3, 4, 7, 9]
     held.over([StoreOver("a", 5), StoreOver("b", 5), StoreOver("c", 5)])
@@ -77,7 +77,7 @@ def test_pages_are_held_until_each_rank_has_read_them(pool: Pool, held: HeldPage
 
 def test_of_a_store_that_would_hold_too_much_nothing_is_held(pool: Pool, held: HeldPages) -> None:
     most = PAGES // HELD_PART
-    held.hold(1, [store("a", *range(1, most)), store("b", 50, 51), store("c", 60)])
+    assert held.hold(1, [store("a", *range(1, most)), store("b", 50, 51), store("c", 60)]) == {"a", "c"}
     assert pool.used == [*range(1, most), 60]
     held.over([StoreOver("b", 1), StoreOver("a", 1)])
     held.hold(2, [store("b", 50, 51)])
@@ -130,4 +130,28 @@ def test_a_worker_tells_of_each_store_once_it_reads_no_page_any_more(stores: boo
     (over,) = worker.results().over
     assert (over.request, over.step, over.nbytes > 0, over.seconds > 0) == ("r", 7, stores, stores)
     assert worker.results().over == []
+    worker.close()
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_a_worker_without_recurrent_layers_tells_of_the_stores_whose_pages_are_held(by_layers: bool) -> None:
+    described = [KVCacheGroup(names(2), FullAttentionSpec(PAGE, 2, 8))]
+    groups = layer_groups(described, ChunkLayout(1, 1, 1, "u8", chunk_tokens=PAGE, model="m"), "auto")
+    caches = {name: torch.zeros(PAGES, 2, PAGE, 16, dtype=torch.bfloat16) for name in groups[0].names}
+    worker = PagedWorker(FakeBackend(10_000), groups, caches, PAGES, MovingOptions())
+    stores = [StoreJob(name, [ChunkMove(name.encode(), 0, (page,))], PAGE) for name, page in (("r", 1), ("s", 2))]
+    step = Step(Moves(stores=stores), held={"r"}, number=7)
+    worker.before(step)
+    jobs = worker.stores(step)
+    if by_layers:
+        for place in worker.places.values():
+            worker.mover.save_layer(place, jobs)
+        assert worker.results().over == [], "the forward pass comes first"
+    worker.store(step, [] if by_layers else jobs)
+    assert worker.mover.settle(WAIT_S)
+    assert [(over.request, over.step) for over in worker.results().over] == [("r", 7)]
+    step = Step(Moves(stores=stores), held={"s"}, number=8)
+    worker.stores(step)
+    worker.store(step, [])  # no layer was told of
+    assert [(over.request, over.step) for over in worker.results().over] == [("s", 8)], "nothing reads its pages"
     worker.close()

@@ -13,7 +13,8 @@ import pytest
 from kvredis.adapters.paged.jobs import ChunkMove
 from kvredis.adapters.vllm import lookup
 from kvredis.adapters.vllm.lookup import LOOKUP_THREADS
-from kvredis.adapters.vllm.scheduler import LOOKUP_S_LEAST, Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import LOOKUP_S_LEAST, Scheduling
 from kvredis.backends.base import Tier
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend

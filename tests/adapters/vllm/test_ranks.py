@@ -13,7 +13,8 @@ from kvredis.adapters.paged.jobs import MovingOptions
 from kvredis.adapters.vllm.config import groups_of
 from kvredis.adapters.vllm.handshake import Handshake, agreed_groups, engine_facts
 from kvredis.adapters.vllm.kv_layout import other_sizes
-from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import Scheduling
 from kvredis.adapters.vllm.worker import PagedWorker
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError

@@ -10,7 +10,8 @@ from kvredis.adapters.engine.keys import chunk_keys, key_of_shard
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, StoreJob
 from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
-from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, PaysToStore, Prompt, Scheduling, SchedulingOptions, Step
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions, Step
+from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, PaysToStore, Scheduling
 from kvredis.backends.base import Tier
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec, names

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.adapters.vllm.lookup import Question
-from kvredis.adapters.vllm.scheduler import Prompt
+from kvredis.adapters.vllm.request import Prompt
 from kvredis.adapters.vllm.stored_events import TRIES, Offered, Origin, Removed, Stored, StoredEvents, digest_of
 from tests.adapters.vllm.test_scheduler import CHUNK, TOKENS, Engine
 

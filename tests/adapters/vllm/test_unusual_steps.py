@@ -9,7 +9,8 @@ from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import MovingOptions
 from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
-from kvredis.adapters.vllm.scheduler import NO_PAGE, Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import NO_PAGE, Scheduling
 from kvredis.adapters.vllm.worker import PagedWorker
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.vllm.paged_specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheGroup, names

@@ -10,7 +10,8 @@ import pytest
 
 from kvredis.adapters.engine.keys import key_of_shard
 from kvredis.adapters.vllm import lookup
-from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import Scheduling
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
@@ -243,6 +244,42 @@ def test_a_consumer_waits_for_a_producer_that_loads_nothing_and_for_no_other(ope
     assert consumer.answer(other, name="other") == 0, "no engine computes it"
     producer.store(tokens)
     assert consumer.answer(tokens) == ALL
+
+
+def test_an_engine_that_streams_is_told_at_once_what_it_can_load_of_what_others_compute(opened: Open) -> None:
+    producer = opened(loads=False, announces=True)
+    consumer = opened(stores=False, waits=True, streams=True)
+    tokens = prompt_of(50)
+    pages = [list(range(1, len(tokens) // 16 + 2))]
+    assert producer.ask(tokens) == 0
+    announced = producer.scheduling.follow(Prompt("r", tokens)).announced
+    assert announced is not None
+    assert announced.wait(WAIT_S)
+    producer.store(tokens, 0, 2)
+    assert consumer.answer(tokens) == ALL
+    assert not consumer.scheduling.awaits("r"), "nothing is loaded yet"
+    consumer.scheduling.allocated("r", pages, ALL)
+    (load,) = consumer.scheduling.step().moves.loads
+    assert load.waits_s == 5, "as long as computing would take"
+    assert consumer.scheduling.awaits("r")
+    consumer.scheduling.loaded("r", failed=True)
+    counters = consumer.scheduling.counters
+    assert (counters["waits"], counters["waits_given_up"]) == (1, 1)
+    assert consumer.answer(tokens, name="has two") == ALL
+    consumer.scheduling.allocated("has two", pages, 2 * CHUNK)
+    (load,) = consumer.scheduling.step().moves.loads
+    assert load.waits_s == 0, "these are there"
+    assert consumer.answer([*tokens[: 5 * CHUNK], *tokens], name="longer") == 5 * CHUNK
+
+
+def test_an_engine_that_streams_waits_for_what_a_router_promises_until_all_of_it_is_announced(opened: Open) -> None:
+    prefill, other, decode = opened(stores=True), opened(stores=True), opened(streams=True)
+    tokens = prompt_of(51)
+    assert decode.ask(tokens, is_promised=True) is None
+    assert other.ask(tokens[: 2 * CHUNK], for_others=True) == 0
+    assert decode.ask(tokens, is_promised=True) is None
+    assert prefill.ask(tokens, for_others=True) == 0
+    assert decode.answer(tokens, is_promised=True) == ALL
 
 
 @pytest.mark.parametrize(

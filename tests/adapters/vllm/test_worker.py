@@ -10,7 +10,8 @@ import torch
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import MovingOptions
 from kvredis.adapters.vllm.kv_layout import layer_groups
-from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.scheduler import Scheduling
 from kvredis.adapters.vllm.shared import join, leave
 from kvredis.adapters.vllm.weights import Check, WeightsWatch
 from kvredis.adapters.vllm.worker import PagedWorker, Results

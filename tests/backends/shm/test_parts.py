@@ -102,6 +102,28 @@ def test_a_value_that_is_given_up_leaves_no_room_taken(lane: Open, server: Serve
     assert loaded(backend, [b"whole"]) == [content(b"whole", LENGTH)]
 
 
+@pytest.mark.parametrize("refused", ["commit", "fill"])
+def test_a_value_whose_commit_the_server_refuses_leaves_no_room_taken(
+    lane: Open, server: ServerProcess, refused: str
+) -> None:
+    backend = lane()
+    for number in range(3):  # together more than the server has room for, were it kept
+        hold = reserved(backend, b"k%d" % number, 8 * LENGTH)
+        assert ask(server, "ACL", "SETUSER", "default", f"-kv.{refused}") == "OK"
+        fill(hold, content(b"k", 8 * LENGTH), 0, LENGTH)
+        wait_until(partial(has_calls, server, "kv.reserve", number + 1), "a part")
+        hold.commit()
+        assert backend.flush() == 1
+        wait_until(partial(has_calls, server, "kv.abort", number + 1), "what is given up")
+        assert ask(server, "ACL", "SETUSER", "default", "+@all") == "OK"
+    assert ask(server, "INFO", "kv")["reservations"] == 0
+    hold = reserved(backend, b"whole", 8 * LENGTH)
+    fill(hold, content(b"whole", 8 * LENGTH), 0, 8 * LENGTH)
+    hold.commit()
+    assert backend.flush() == 0
+    assert loaded(backend, [b"whole"]) == [content(b"whole", 8 * LENGTH)]
+
+
 def test_a_server_without_room_for_parts_gets_the_value_when_it_is_whole(lane: Open, server: ServerProcess) -> None:
     backend, filler = lane(), lane()
     for number in range(21):  # of 128 MB

@@ -165,13 +165,16 @@ class Program:
         salt: str | None = None,
         pictures: list[int] | None = None,
         adapter: list[Any] | None = None,
+        told: Answer | None = None,
     ) -> Answer:
         """Complete prompts side by side, greedily: each with pictures of these seeds, all by one adapter, which is a
-        name, a number and a folder. Of each the tokens, their log-probabilities, and how many were cached."""
+        name, a number and a folder, and all `told` something as kv_transfer_params. Of each the tokens, their
+        log-probabilities, and how many were cached."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+        sampling.extra_args = {"kv_transfer_params": told} if told else None
         more: Answer = {"cache_salt": salt} if salt else {}
         if pictures:
             more["multi_modal_data"] = {"image": [inputs.picture(seed) for seed in pictures]}

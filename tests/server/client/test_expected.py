@@ -53,6 +53,19 @@ async def test_a_client_does_not_wait_for_what_it_computes_itself(live: LiveServ
     assert await client.read_line() == b":1\r\n"
 
 
+async def test_what_others_have_announced_counts_as_there_when_that_is_asked_for(live: LiveServer) -> None:
+    client, other = await live.connect(), await live.connect()
+    await other.ask("SET", "a", "1")
+    await other.ask("KV.EXPECT", "b", "d")
+    assert await client.ask("KV.MATCH", *KEYS, "d", "EXPECTED") == b":2\r\n", "c is missing"
+    assert await other.ask("KV.MATCH", *KEYS, "expected") == b":1\r\n", "b is its own"
+    await other.ask("SET", "c", "1")
+    assert await client.ask("KV.MATCH", *KEYS, "d", "EXPECTED") == b":4\r\n"
+    for words in (("EXPECTED", "EXPECTED"), ("EXPECTED", "WAIT", "1"), ("WAIT", "1", "EXPECTED")):
+        assert await client.ask("KV.MATCH", *KEYS, *words) == b"-ERR syntax error\r\n"
+    assert await client.ask("KV.MATCH", "EXPECTED") == b":0\r\n", "a key"
+
+
 @pytest.mark.parametrize("end", [Client.reset, Client.close])
 async def test_the_wait_ends_with_the_client_that_computes(live: LiveServer, end: Callable[[Client], None]) -> None:
     writer, heir = await live.connect(), await live.connect()

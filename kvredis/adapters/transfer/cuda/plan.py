@@ -26,6 +26,7 @@ from kvredis.storage.memory.copy import addresses_of
 Numbers = npt.NDArray[np.int64]
 
 _nbytes = attrgetter("nbytes")
+_lender = attrgetter("obj")
 
 _WHOLE = 8
 """A part that is no larger than an eighth of a buffer is never cut: a copy more costs more than the room does."""
@@ -156,16 +157,18 @@ class Plan:
         return found
 
     def extents(self, span: Span, *, is_merged: bool = True) -> Extents:
-        """Give the copies for one buffer; what adjoins in host memory is one, unless each part is asked for."""
+        """Give the copies for one buffer; what adjoins in host memory that one object lends is one, unless each part is
+        asked for."""
         held = self.held(span)
+        memories = self.memories[held.start : held.stop]
         edges = self.begins[held.start : held.stop + 1]
         skipped = (span.start - edges[0]) * self.unit_bytes
         edges[0], edges[-1] = span
-        addresses = addresses_of(self.memories[held.start : held.stop])
+        addresses = addresses_of(memories)
         addresses[0] += skipped
         nbytes = [(stop - start) * self.unit_bytes for start, stop in pairwise(edges)]
         if is_merged:
-            return merged(addresses, nbytes)
+            return merged(addresses, nbytes, list(map(id, map(_lender, memories))))
         return Extents(addresses, list(accumulate(nbytes[:-1], initial=0)), nbytes)
 
 
@@ -344,18 +347,19 @@ def spans_of(begins: Sequence[int], grain: Callable[[int], int], most: int, room
         at, room = stop, most
 
 
-def merged(addresses: Sequence[int], nbytes: Sequence[int]) -> Extents:
-    """Extents that follow each other in a buffer without gaps, as the fewest copies; none for what is empty."""
+def merged(addresses: Sequence[int], nbytes: Sequence[int], lenders: Sequence[int]) -> Extents:
+    """Extents that follow each other in a buffer without gaps, as the fewest copies; none for what is empty. CUDA
+    refuses a copy that reaches from one page-locked allocation into the next: `lenders` tell them apart."""
     host, place, sizes = list[int](), list[int](), list[int]()
-    end, at = -1, 0
-    for address, size in zip(addresses, nbytes, strict=True):
+    end, at, last = -1, 0, 0
+    for address, size, lender in zip(addresses, nbytes, lenders, strict=True):
         if not size:
             continue  # what is empty adjoins nothing
-        if address == end:
+        if address == end and lender == last:
             sizes[-1] += size
         else:
             host.append(address)
             place.append(at)
             sizes.append(size)
-        end, at = address + size, at + size
+        end, at, last = address + size, at + size, lender
     return Extents(host, place, sizes)

@@ -1,0 +1,47 @@
+"""One load of chunks that another engine stores meanwhile: each is loaded as soon as it is there.
+
+A decode engine that is asked while the prompt is being computed so has nearly all of it when the last chunk is stored.
+The thread that runs this waits, and copies nothing: what has come is a part, which the loads' own thread moves.
+"""
+
+from collections.abc import Callable
+from time import monotonic
+
+from .jobs import JobState, MoverContext, MoverTask
+
+WAIT_SLICE_S = 0.5
+"""How long the server is asked to wait at a time: so long ending a load may take that is not wanted any more."""
+
+
+class AwaitedLoad(MoverTask):
+    """Waits for a job's moves, head first, and has `load` load those that have come. Ends with the last one, or where
+    the next is not announced by another engine, does not come in `waits_s`, or a part could not be loaded."""
+
+    def __init__(self, context: MoverContext, job: JobState, waits_s: float, load: Callable[[JobState], None]) -> None:
+        super().__init__(context, [job])
+        self._job = job
+        self._waits_s = waits_s
+        self._load = load
+
+    def run(self) -> None:
+        """Wait. Takes no turn of the bandwidth's, which its parts take."""
+        job, at = self._job, 0
+        keys = [move.key for move in job.moves]
+        while at < len(keys) and (come := self._come(keys[at:])):
+            self._load(JobState(job.request, job.moves[at : at + come], part_of=job))
+            at += come
+
+    def _come(self, keys: list[bytes]) -> int:
+        """How many of these have come, from the first on; waits for one."""
+        until_s, is_announced = monotonic() + self._waits_s, True
+        while not self._job.cancelled and not self._job.is_torn:
+            if (run := self._context.backend.match(keys)) or not is_announced:
+                return run
+            began_s = monotonic()
+            if began_s >= until_s:
+                break
+            slice_s = min(until_s - began_s, WAIT_SLICE_S)
+            has_come = self._context.backend.wait_for(keys[:1], slice_s) > 0
+            # Else it is not announced any more; it may have been stored between the two questions.
+            is_announced = has_come or monotonic() - began_s > slice_s / 2
+        return 0
