@@ -14,8 +14,10 @@ arena. All else of the session is the loop's. It rests while a thread sends, as 
 and the loop reads nothing of it. Leases end, and the room for a value is given back, in the loop and when the thread is
 done, also behind a hang-up, which shuts the socket down and so ends the thread's work.
 
-A client that takes nothing for IDLE_MS, or sends next to nothing, has its rest moved by the loop: however many slow
-ones there are, they do not keep the threads from the others.
+A client that takes nothing for IDLE_MS, or sends next to nothing, has its rest moved by the loop, and after CROWDED_MS
+where others wait for a thread: however many slow ones there are, they do not keep the threads from the others. Where
+there are several threads, a value that comes while all are at work waits for one rather than for the loop: a loop that
+receives lets threads wait that are done.
 """
 
 from __future__ import annotations
@@ -54,6 +56,13 @@ IOV_MAX: Final = 1024
 """Buffers in one sendmsg, on Linux."""
 IDLE_MS: Final = 20
 """A client that reads on takes something sooner, however busy its machine is."""
+CROWDED_MS: Final = 2
+"""The same where others wait for a thread."""
+QUEUE_THREADS_MIN: Final = 4
+"""With fewer, the loop receives what comes while all threads are at work: it would leave a good part of the processors
+that it may use unused."""
+QUEUED_MAX: Final = 8
+"""So many transfers may be under way for each thread."""
 AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -97,6 +106,8 @@ class Transfer:
 
     def __init__(self, client: Peer) -> None:
         """OSError when there is no descriptor left."""
+        self.idle_ms: Callable[[], int] = lambda: IDLE_MS
+        """How long a client may take or send nothing."""
         self._sock = socket.socket(fileno=os.dup(client.fd))  # ours: the transport may close its own at any time
         self._loop = asyncio.get_running_loop()
         self.client = client
@@ -168,7 +179,7 @@ class Sending(Transfer):
             try:
                 sent = self._sock.sendmsg(window, (), AT_ONCE)
             except BlockingIOError:
-                if not room.poll(IDLE_MS):
+                if not room.poll(self.idle_ms()):
                     return [*window, *self._buffers[at + IOV_MAX :]]
                 continue
             self.left_bytes -= sent
@@ -215,14 +226,14 @@ class Receiving(Transfer):
                 try:
                     received = sock.recv_into(room[self.received_bytes :], 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
-                    now_s = monotonic()
-                    if 1000 * (now_s - seen_s) >= IDLE_MS:
+                    now_s, idle_ms = monotonic(), self.idle_ms()
+                    if 1000 * (now_s - seen_s) >= idle_ms:
                         if self.received_bytes - seen_bytes < LOW_WATER_BYTES:
                             return
                         seen_bytes, seen_s = self.received_bytes, now_s
                     if is_tcp and mark != (mark := min(missing, LOW_WATER_BYTES)):
                         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
-                    more.poll(IDLE_MS)
+                    more.poll(idle_ms)
                     continue
                 if not received:
                     return
@@ -238,25 +249,32 @@ class IoPool:
     def __init__(self, threads: int) -> None:
         """`threads` as `io-threads` counts them, with the loop's own."""
         self.threads = threads
+        self._most = (threads - 1) * (QUEUED_MAX if threads >= QUEUE_THREADS_MIN else 1)
         self.under_way: set[Transfer] = set()
         self._started: list[threading.Thread] = []
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
 
     @property
-    def has_room(self) -> bool:
+    def is_free(self) -> bool:
         """Whether a thread is free, or can be started."""
         return len(self.under_way) < self.threads - 1
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a thread is free or soon will be, or can be started."""
+        return len(self.under_way) < self._most
 
     def begin(self, make: Callable[[], T]) -> T | None:
         """Have a thread move what `make` gives; None when that is not possible now."""
         if not self.has_room:
             return None
         try:
-            if len(self._started) <= len(self.under_way):
+            if len(self._started) < min(self.threads - 1, len(self.under_way) + 1):
                 self._started.append(start_worker(self._turn, "kvredis io"))
             transfer = make()
         except (OSError, RuntimeError):  # no descriptor or no thread to be had
             return None
+        transfer.idle_ms = self._idle_ms
         self.under_way.add(transfer)
         self._queue.put(transfer)
         return transfer
@@ -271,6 +289,9 @@ class IoPool:
             self._queue.put(None)
         while self._started:
             self._started.pop().join()
+
+    def _idle_ms(self) -> int:
+        return IDLE_MS if self._queue.empty() else CROWDED_MS
 
     def _turn(self) -> bool:
         transfer = self._queue.get()
@@ -296,7 +317,7 @@ class Senders:
     def begin(self, client: Peer, buffers: Sequence[Buffer]) -> bool:
         """Have a thread send a reply; the client rests until it hears of its end. False when that is not possible now,
         or not worth it: no other client is behind."""
-        if not (self.behind and self._pool.has_room) or client.encrypted or not client.is_clear:
+        if not (self.behind and self._pool.is_free) or client.encrypted or not client.is_clear:
             return False
         if sum(map(len, buffers)) < REPLY_BYTES_MIN:
             return False

@@ -14,7 +14,7 @@ import pytest
 
 from kvredis.server.client.session import Session
 from kvredis.server.net import io_threads
-from kvredis.server.net.io_threads import THREADS_AUTO_MAX, Receiving, Sending, threads_for
+from kvredis.server.net.io_threads import QUEUE_THREADS_MIN, THREADS_AUTO_MAX, Receiving, Sending, threads_for
 from kvredis.server.protocol.replies import Buffer
 from kvredis.server.server import ServerOptions
 from tests.gate import diagonal
@@ -315,6 +315,42 @@ async def test_values_that_stall_give_their_threads_back_and_are_stored_in_the_e
         assert await client.read_line() == b"+OK\r\n"
     assert live.server.stats.threaded_reads <= len(slow) + 1, "what a thread has left to the loop stays there"
     assert await quick.get("k") == await quick.get("quick") == value
+
+
+async def test_a_value_that_comes_while_all_threads_are_at_work_waits_for_one_of_them(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, receive = threading.Event(), Receiving._move
+
+    def late(one: Receiving) -> None:
+        assert may_go_on.wait(LIMIT_S)
+        receive(one)
+
+    async with LiveServer(tmp_path, 64 * MIB, io_threads=QUEUE_THREADS_MIN) as live:
+        monkeypatch.setattr(Receiving, "_move", late)
+        value = pattern(MIB)
+        other, *clients = [await live.connect("tcp") for _ in range(QUEUE_THREADS_MIN + 3)]
+        await other.send_raw(request("SET", "other", value)[: 20 * 1024])
+        await until(lambda: live.store.reserved_bytes)
+        storing = [asyncio.create_task(client.ask("SET", f"k{n}", value)) for n, client in enumerate(clients)]
+        await until(lambda: len(live.server.io_pool.under_way) == len(clients))
+        assert len([each for each in threading.enumerate() if each.name == "kvredis io"]) == QUEUE_THREADS_MIN - 1
+        may_go_on.set()
+        assert {await each for each in storing} == {b"+OK\r\n"}
+        for n in range(len(clients)):
+            assert await clients[0].get(f"k{n}") == value
+
+
+async def test_values_that_stall_cost_those_that_wait_for_a_thread_little(loop: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, 128 * MIB, io_threads=QUEUE_THREADS_MIN) as live:
+        value = pattern(MIB)
+        for _ in range(30):
+            await (await live.connect("tcp")).send_raw(request("SET", "k", value)[: MIB // 3])
+        honest = await live.connect("tcp")
+        assert await honest.ask("SET", "honest", value) == b"+OK\r\n"
+        await until(lambda: not live.server.io_pool.under_way)
+        assert live.server.stats.threaded_reads >= 20
+        assert await honest.get("honest") == value
 
 
 @pytest.mark.parametrize("way", ["reset", "close", "half_close", "kill"])
