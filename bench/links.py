@@ -53,7 +53,7 @@ _SLOW: Final = ("pageable", "staged")
 _WAYS: Final = {
     "peer": "between GPUs, peer access on",
     "staged": "between GPUs, peer access off",
-    "device": "within a GPU, bytes counted once",
+    "device": "within a GPU",
 }
 _SEED: Final = 20250106
 _TOKEN_BYTES: Final = 16

@@ -23,7 +23,7 @@ from kvredis.bench.core.servers import ServerProcess, child_environment, kvredis
 from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.core.statistics import rotated
 
-from .worker import Opening, Served, Together
+from .worker import Asked, Opening, Served, Stalled, Together
 
 NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
 LAYERS, AUTO = "layers", "auto"
@@ -163,12 +163,15 @@ class EngineProcess(LineProcess):
     Raises BenchError, with the end of what the process printed, for whatever goes wrong in it.
     """
 
-    def __init__(self, arm: str, where: Where, folder: Path) -> None:
+    def __init__(self, arm: str, where: Where, folder: Path, gpu: str | None = None) -> None:
+        """With `gpu` it sees no other one."""
         self.arm = arm
         command = [where.python, "-m", "kvredis.bench.vllm.worker"]
         log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
         # In that folder: `python -m` looks where it stands first.
         environment = _environment(where) | (_BREAKS if LAYERS in arm else {})
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         super().__init__(f"the engine of {arm}", command, environment, folder=folder, log=log)
 
     def open(self, told: Opening) -> None:
@@ -183,12 +186,37 @@ class EngineProcess(LineProcess):
         """Have many prompts served at once; `asked` is what vllm_worker.Engine.together takes."""
         return cast(Together, self._ask({"do": "together", **asked}))
 
+    def first(self, seed: int, tokens: int, answer: int) -> Asked:
+        """Have a prompt served once."""
+        self.begin_first(seed, tokens, answer)
+        return self.first_answer()
+
+    def begin_first(self, seed: int, tokens: int, answer: int) -> None:
+        """Ask for it, and wait for nothing."""
+        self.tell({"do": "first", "seed": seed, "tokens": tokens, "answer": answer})
+
+    def first_answer(self) -> Asked:
+        """What becomes of that."""
+        return cast(Asked, self._answered())
+
+    def stalled(self, seed: int, tokens: int, count: int, steps: int) -> Stalled:
+        """Have `count` requests decode while a long prompt comes."""
+        asked = {"do": "stalled", "seed": seed, "tokens": tokens, "count": count, "steps": steps}
+        return cast(Stalled, self._ask(asked))
+
+    def reset(self) -> None:
+        """Wait until all is stored, and empty vLLM's own cache."""
+        self._ask({"do": "reset"})
+
     def counters(self) -> dict[str, float]:
         """Of our connector."""
         return self._ask({"do": "counters"})
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         self.tell(message)
+        return self._answered()
+
+    def _answered(self) -> dict[str, Any]:
         answer = self.answer(ANSWER_S)
         if "error" in answer:
             raise self.failed(answer["error"])

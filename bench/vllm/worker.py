@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypedDict, cast
 
@@ -44,6 +45,22 @@ class Served(TypedDict):
     warm_bytes: int
     stored_bytes: int
     answers: list[list[int]]  # tokens generated: cold, own and warm; where asked for, a longer answer
+
+
+class Asked(TypedDict):
+    """One prompt that was served once. Times are of time.monotonic, which all processes of a host share."""
+
+    asked_s: float
+    first_s: float  # when its first token was there
+    cached_tokens: int
+    answer: list[int]
+
+
+class Stalled(TypedDict):
+    """Requests that decode while a long prompt comes."""
+
+    gap_ms: float  # the longest between two of their tokens, from when the prompt had come on
+    cached_tokens: int  # of the prompt
 
 
 class Batch(TypedDict):
@@ -106,7 +123,9 @@ class Engine:
 
         folder = Path(told["model"])
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(told["config"]))
+        written = folder / f"config.json.{os.getpid()}"
+        written.write_text(json.dumps(told["config"]))
+        written.replace(folder / "config.json")  # another engine may be reading it
         options = dict(told["options"])
         if told["connector"] is not None:
             options["kv_transfer_config"] = KVTransferConfig(**told["connector"])
@@ -193,13 +212,9 @@ class Engine:
 
     def _steps(self, prompts: list[list[int]], steps: int) -> Batch:
         """Tokens a second, from when each request has some on."""
-        from vllm import SamplingParams
-
         engine, loaded = self._llm.llm_engine, self._counter("loaded_bytes")
-        sampling = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
         for place, prompt in enumerate(prompts):
-            self._number += 1
-            engine.add_request(f"step{place}-{self._number}", {"prompt_token_ids": prompt}, sampling)
+            self._add(f"step{place}", prompt, steps)
         answers: dict[int, list[int]] = {}
         began_s, began = 0.0, 0
         while engine.has_unfinished_requests():
@@ -214,6 +229,57 @@ class Engine:
             loaded_bytes=self._counter("loaded_bytes") - loaded,
             answers=[answers[place] for place in range(len(prompts))],
         )
+
+    def first(self, seed: int, tokens: int, answer: int) -> Asked:
+        """Serve one prompt, with `answer` tokens."""
+        asked_s = time.monotonic()
+        self._add("first", self._prompt(seed, tokens), answer)
+        first_s, output = 0.0, None
+        while self._llm.llm_engine.has_unfinished_requests():
+            for output in self._llm.llm_engine.step():
+                first_s = first_s or (time.monotonic() if output.outputs[0].token_ids else 0.0)
+        if output is None:
+            raise RuntimeError("vLLM has answered nothing")
+        return Asked(
+            asked_s=asked_s,
+            first_s=first_s,
+            cached_tokens=int(output.num_cached_tokens or 0),
+            answer=list(output.outputs[0].token_ids),
+        )
+
+    def stalled(self, seed: int, tokens: int, count: int, steps: int) -> Stalled:
+        """Have `count` short requests decode so many steps, and a prompt of `tokens` (0: none) come amid them."""
+        engine, times, cached = self._llm.llm_engine, dict[str, list[float]](), 0
+        for place in range(count):
+            self._add(f"short{place}", self._prompt(_BATCHES + place, _SHORT_TOKENS), steps)
+        came_s = 0.0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                name, now_s = output.request_id.partition("-")[0], time.monotonic()
+                if name == "long":
+                    cached = int(output.num_cached_tokens or 0)
+                else:
+                    mine = times.setdefault(name, [])
+                    mine += [now_s] * (len(output.outputs[0].token_ids) - len(mine))
+            if not came_s and len(times) == count and min(map(len, times.values())) >= steps // 3:
+                came_s = time.monotonic()
+                if tokens:
+                    self._add("long", self._prompt(seed, tokens), 1)
+        gaps = [later - one for each in times.values() for one, later in pairwise(each) if later > came_s]
+        return Stalled(gap_ms=max(gaps) * 1e3, cached_tokens=cached)
+
+    def reset(self) -> dict[str, Any]:
+        """Wait until what was computed is stored, and empty vLLM's own cache."""
+        self._settle()
+        self._reset()
+        return {}
+
+    def _add(self, name: str, prompt: list[int], count: int) -> None:
+        from vllm import SamplingParams
+
+        self._number += 1
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        self._llm.llm_engine.add_request(f"{name}-{self._number}", {"prompt_token_ids": prompt}, sampling)
 
     def counters(self) -> dict[str, float]:
         """Of our connector; {} without it."""

@@ -34,6 +34,7 @@ from .links import links
 from .lmcache import lmcache
 from .memory import memory
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
+from .pd import pd
 from .profile import profile
 from .slow_remote import slow_remote
 from .store_overhead import store_overhead
@@ -63,6 +64,7 @@ bench.add_command(links)
 bench.add_command(lmcache)
 bench.add_command(long_prefill)
 bench.add_command(memory)
+bench.add_command(pd)
 bench.add_command(profile)
 bench.add_command(prefill)
 bench.add_command(prompts)

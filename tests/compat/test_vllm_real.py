@@ -111,7 +111,8 @@ def test_a_prompt_that_is_found_gives_the_tokens_of_one_that_is_computed(first: 
 def test_pages_that_another_engine_waits_for_are_no_other_requests_until_they_are_stored(
     first: VLLMProcess, server: RunningServer, layers: str
 ) -> None:
-    first.open("llama", far(server.port, LMCACHE_USE_LAYERWISE=layers), num_gpu_blocks_override=257)
+    variables = far(server.port, LMCACHE_USE_LAYERWISE=layers) | PATIENT
+    first.open("llama", variables, num_gpu_blocks_override=257)
     first.ask("stall", is_stalled=True)
     pages = 960 // 32  # of whole chunks
     first.generate(prompt(), tokens=1, told={"do_remote_decode": True, "do_remote_prefill": False})
@@ -125,7 +126,8 @@ def test_pages_that_another_engine_waits_for_are_no_other_requests_until_they_ar
     found = [first.generate(prompt(seed=seed), tokens=1)[0]["cached"] for seed in range(4)]
     assert found == [960, 0, 0, 960]
     stats = first.ask("stats")
-    assert (stats["held"], stats["free"], stats["worker"]["cancelled_jobs"]) == (0, 256, 2)
+    assert (stats["held"], stats["free"]) == (0, 256)
+    assert stats["worker"]["cancelled_jobs"] >= 2, "others' have been taken"
 
 
 def as_two_ranks_store_it(client: redis.Redis, key: bytes) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kvredis.bench.vllm.apart import WAYS, PdResult
 from kvredis.bench.vllm.concurrency import KINDS, ConcurrencyResult
 from kvredis.bench.vllm.run import SCHEMA, VLLMResult
 from kvredis.cli.bench.command import bench
@@ -51,3 +52,16 @@ def test_real_engines_serve_many_prompts_at_once_and_find_what_is_stored_of_them
     assert ours["half"]["cached_share"] > rows["none", "half"]["cached_share"]
     assert ours["stored"]["loaded_gb"] > ours["half"]["loaded_gb"] > 0
     assert ours["cold"]["loaded_gb"] == ours["step"]["loaded_gb"] == 0
+
+
+def test_what_one_real_engine_computes_another_decodes_with_the_same_tokens_whenever_it_is_asked(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "result.json"
+    options = ("--arms", "chunked,layers", "--prompt-tokens", "640", "--quick")
+    done = CliRunner().invoke(bench, ("pd", "--site", str(site()), *options, "--json", str(path), "--gate"))
+    assert done.exit_code == 0, done.output
+    result: PdResult = json.loads(path.read_text())
+    assert {(row["arm"], row["way"]) for row in result["rows"]} == {(a, w) for a in ("chunked", "layers") for w in WAYS}
+    assert all(row["hit_share"] == row["equal"] == 1 for row in result["rows"])
+    assert {row["what"]: row["hit_share"] for row in result["stalls"]} == {"computed": 0, "loaded": 1, "none": 0}
