@@ -539,7 +539,7 @@ class Session(asyncio.BufferedProtocol):
             return False
         if self._paused or self.waiting is not None or self.close_after_reply:
             return False
-        if not (server.senders.behind or server.admission.is_busy_beside(self)):
+        if not (server.receivers.comes_beside(self) or server.senders.behind or server.admission.is_busy_beside(self)):
             return False
         self._low_water.expect(0)
         if not server.receivers.begin(self, *unfilled):

@@ -100,6 +100,21 @@ async def test_clients_that_do_not_read_give_their_threads_back_and_get_all_in_t
         assert await client.ask("PING") == b"+PONG\r\n"
 
 
+async def test_readers_that_stall_cost_those_that_wait_for_a_thread_little(loop: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, 64 * MIB, io_threads=QUEUE_THREADS_MIN) as live:
+        value = pattern(6 * MIB)
+        slow = [await behind(live, value)]
+        for _ in range(20):
+            slow.append(await live.connect("tcp", receive_bytes=RECEIVE_BYTES))
+            await slow[-1].send("GET", "behind")
+        quick = await live.connect("tcp")
+        assert await quick.get("behind") == value
+        await until(lambda: not live.server.io_pool.under_way)
+        assert live.server.stats.threaded_writes > QUEUE_THREADS_MIN
+        for client in slow:
+            assert await client.read_bulk() == value
+
+
 async def test_a_value_that_is_overwritten_while_a_thread_sends_it_arrives_as_it_was(loop: str, tmp_path: Path) -> None:
     async with LiveServer(tmp_path, 32 * MIB, io_threads=THREADS) as live:
         value = pattern(6 * MIB)
@@ -230,11 +245,13 @@ async def test_without_a_descriptor_for_a_thread_the_loop_sends(
 
 async def receiving(live: LiveServer, value: bytes, sent_bytes: int, kind: str = "tcp") -> tuple[Client, Client]:
     """One who is within a value of its own, and one of whose SET of `k` a thread receives the rest: so much is sent."""
-    first, second = await live.connect(kind), await live.connect(kind)
+    first = await live.connect(kind)
     await first.send_raw(request("SET", "first", value)[: 20 * 1024])
-    await until(lambda: live.store.reserved_bytes)
+    await until(lambda: live.sessions()[-1:] and live.sessions()[-1].input_bytes == 20 * 1024)
+    before = live.server.stats.threaded_reads
+    second = await live.connect(kind)
     await second.send_raw(request("SET", "k", value)[:sent_bytes])
-    await until(lambda: live.server.stats.threaded_reads)
+    await until(lambda: live.server.stats.threaded_reads > before)
     return first, second
 
 
@@ -367,8 +384,7 @@ async def test_a_client_that_goes_while_a_thread_receives_leaves_the_old_value_a
             assert await keeper.ask("CLIENT", "KILL", "ID", str(live.sessions()[-1].id)) == b":1\r\n"
         else:
             getattr(second, way)()
-        await until(lambda: len(live.sessions()) == 2 and not live.server.io_pool.under_way)
-        assert live.store.reserved_bytes == held // 2
+        await until(lambda: len(live.sessions()) == 2 and live.store.reserved_bytes == held // 2)
         assert await keeper.get("k") == old
         first.close()
 
@@ -404,6 +420,7 @@ async def test_a_mistake_in_a_thread_that_receives_closes_its_client_alone_and_i
         value = pattern(MIB)
         first, second = await receiving(live, value, MIB // 2)
         await until(lambda: len(live.sessions()) == 1)
+        monkeypatch.undo()
         await first.send_raw(request("SET", "first", value)[20 * 1024 :])
         assert await first.read_line() == b"+OK\r\n"
         assert await first.get("k") is None
