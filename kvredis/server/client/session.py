@@ -465,9 +465,8 @@ class Session(asyncio.BufferedProtocol):
             self._low_water.expect(missing)
 
     def rest(self) -> None:
-        if self.receiving is not None:
-            return
-        self._low_water.expect(0)
+        if self.receiving is None:  # else the mark is the thread's
+            self._low_water.expect(0)
         if self._is_behind:
             self._check_output_limit()  # whose soft limit is one of time
         if self._parser.rest() and not self._paused:
@@ -530,6 +529,8 @@ class Session(asyncio.BufferedProtocol):
     def _receive_elsewhere(self, missing: int) -> bool:
         """Have a thread receive what is missing of a value, if that is possible and worth it: another client's value
         moves too."""
+        if self.receiving is not None:
+            return True
         if missing < self._left_bytes:  # the same value's as last time
             self._left_bytes = missing + 1
             return False
