@@ -298,6 +298,7 @@ async def test_a_client_that_waits_for_room_without_sending_a_value_is_not_taken
     await until(lambda: live.store.reserved_bytes)
     await reserving.send("KV.RESERVE", "part", str(3 * MIB))
     await until(lambda: len(server.admission.queue) == 1)
+    server.now_s = lambda: began_s + 20.0
     await sender.send_raw(value[MIB : 2 * MIB])
     received = next(iter(server.admission._receiving)).input_bytes
     await until(lambda: next(iter(server.admission._receiving)).input_bytes > received + 64 * 1024)
