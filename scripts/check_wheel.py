@@ -18,7 +18,9 @@ def modules_of_the_tree() -> set[str]:
     package = ROOT / "kvredis"
     rooms = [folder for folder in package.iterdir() if folder.is_dir() and folder.name != "__pycache__"]
     modules = [path for room in rooms for kind in ("*.py", "*.pyi", "*.html") for path in room.rglob(kind)]
-    built = [path.with_suffix(EXTENSION_SUFFIX) for room in rooms for path in room.rglob("*.c")]
+    built = [
+        path.with_suffix(EXTENSION_SUFFIX) for room in rooms for kind in ("*.c", "*.pyx") for path in room.rglob(kind)
+    ]
     paths = [*package.glob("*.py"), *modules, *built]
     return {path.relative_to(ROOT).as_posix() for path in paths} | {"kvredis/py.typed"}
 

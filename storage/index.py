@@ -7,78 +7,25 @@ changes while the process lives; the cursor is the number of the next bucket.
 
 import random
 from collections.abc import Iterator
-from typing import Final
 
+from . import _core as core
+from ._core import BUCKETS as BUCKETS
 from .database import SPACES as SPACES
 from .database import Database
 from .entry import Entry
 
-BUCKETS: Final = 1024
-"""A power of two; a SCAN call returns at least one bucket, so its replies grow beyond COUNT above about 10,000 keys."""
 
+class Index(core.Index):
+    """The keys of SPACES databases. No locks, no policy, no memory: the store keeps those in step.
 
-class Index:
-    """The keys of SPACES databases. No locks, no policy, no memory: the store keeps those in step."""
+    Beside what stands here, in _core.pyx: `spaces`, the entries of each database by their keys, and `databases`, what
+    the entries of each refer to; `get(key, space)`, the visible entry under a key, expired or not; `put(entry)`, which
+    makes an entry visible under its key and gives the one that it replaces; `remove(entry)`; `set_end(entry, at_ms)`,
+    which gives a visible entry another end, in Unix ms, or 0 = none; and `rename(entry, key, space)`, which makes it
+    visible under another name and no longer under its own, and gives the one that it replaces.
+    """
 
-    __slots__ = ("_buckets", "databases", "spaces")
-
-    def __init__(self) -> None:
-        self.spaces: list[dict[bytes, Entry]] = [{} for _ in range(SPACES)]
-        self.databases = [Database(number) for number in range(SPACES)]
-        """What the entries of each refer to."""
-        self._buckets: list[list[set[bytes]] | None] = [None] * SPACES
-
-    def get(self, key: bytes, space: int) -> Entry | None:
-        """The visible entry under `key`, expired or not."""
-        return self.spaces[space].get(key)
-
-    def put(self, entry: Entry) -> Entry | None:
-        """Make `entry` visible under its key; returns the one that it replaces."""
-        space = entry.space
-        keys = self.spaces[space]
-        old = keys.get(entry.key)
-        keys[entry.key] = entry
-        database = entry.database = self.databases[space]
-        if entry.expire_at_ms:
-            database.ends += 1
-            database.ends_ms += entry.expire_at_ms
-        if old is not None and old.expire_at_ms:
-            database.ends -= 1
-            database.ends_ms -= old.expire_at_ms
-        if old is None:
-            buckets = self._buckets[space]
-            if buckets is None:
-                buckets = self._buckets[space] = [set() for _ in range(BUCKETS)]
-            buckets[hash(entry.key) & (BUCKETS - 1)].add(entry.key)
-        return old
-
-    def remove(self, entry: Entry) -> None:
-        """Take away a visible entry."""
-        self.set_end(entry, 0, leaves=True)
-        self._discard(entry.key, entry.space)
-
-    def set_end(self, entry: Entry, at_ms: int, *, leaves: bool = False) -> None:
-        """Give a visible entry another end, in Unix ms, or 0 = none; one that `leaves` keeps its own."""
-        database, before = entry.database, entry.expire_at_ms
-        database.ends += bool(at_ms) - bool(before)
-        database.ends_ms += at_ms - before
-        if not leaves:
-            entry.expire_at_ms = at_ms
-
-    def _discard(self, key: bytes, space: int) -> None:
-        del self.spaces[space][key]
-        buckets = self._buckets[space]
-        assert buckets is not None, "a visible key is in a bucket"
-        buckets[hash(key) & (BUCKETS - 1)].discard(key)
-
-    def rename(self, entry: Entry, key: bytes, space: int) -> Entry | None:
-        """Make a visible entry visible under another name and no longer under its own; returns the one it replaces."""
-        old_key, old_space = entry.key, entry.space
-        self.set_end(entry, 0, leaves=True)
-        entry.key, entry.database = key, self.databases[space]
-        replaced = self.put(entry)
-        self._discard(old_key, old_space)
-        return replaced
+    __slots__ = ()
 
     def swap(self, first: int, second: int, write: int) -> None:
         """Exchange two databases, at the store's write of that number. No step a key."""

@@ -6,7 +6,6 @@ everything in agreement; none copies a payload, waits or calls out. The few verb
 clients do, take it themselves.
 """
 
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +14,10 @@ from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import Protocol
 
+from ._core import StoreCore
 from .database import Database
 from .disk.segment import Record
-from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, Lease, LeaseRun
+from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
 from .eviction.base import LRU, Policy
 from .eviction.succession import Succession
 from .expiry import Clock, Deadlines, unix_ms
@@ -64,9 +64,6 @@ HANDED_AT_ONCE = 300
 
 EXPIRY_SPAN_MS = 128
 """Ends of keys are swept so many milliseconds' worth at a time."""
-
-LONG_AGO_MS = 1
-"""When what is stored too late has expired."""
 
 Change = tuple[str, bytes, int]
 """What has happened ("set", "del", "expired", "evicted") to which key of which database."""
@@ -136,7 +133,7 @@ class LowerTier(Protocol):
         ...
 
 
-class StoreState:
+class StoreState(StoreCore):
     """What is where, what holds it and what it costs, in an `arena` that it owns from here on. `now_ms` is wall-clock
     time, for expiry, `now_s` a monotonic clock, for idle times and lease limits; tests pass their own.
     """
@@ -149,7 +146,6 @@ class StoreState:
         clock_ms: Callable[[], int] = unix_ms,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lock = threading.Lock()
         self.arena = arena
         self._memory = arena.view.toreadonly()
         self.stats = StoreStats()
@@ -224,62 +220,6 @@ class StoreState:
     def _note_refusals(self) -> None:
         self.may_refuse = bool(not self._evicts or self.policy.selective or self.bound_bytes)
 
-    def _visible(self, key: bytes, space: int) -> Entry | None:
-        entry = self.index.spaces[space].get(key)
-        if entry is not None and entry.expire_at_ms and entry.expire_at_ms <= self.now_ms():
-            if not self.keep_expired:
-                self._remove(entry, "expired")
-                self.stats.expired += 1
-            return None
-        return entry
-
-    def _hit(self, key: bytes, space: int) -> Entry | None:
-        """The entry under `key`, used now, or None: a miss, or a block on disk alone, which is neither hit nor miss.
-
-        This is what a hit does, for one key and for many (lease_many.py): the order of eviction learns of the lookups
-        that were put off, then of this use; the store and the entry count it; the entry notes the time. Two fast paths
-        do the same, and ask here about all that is not simple: Store.fetch for small values without an end, and
-        _leasing.c for blocks of the arena without an end.
-        """
-        entry = self.index.spaces[space].get(key)
-        if entry is None or (entry.expire_at_ms and self._visible(key, space) is None):
-            self.stats.misses += 1
-            return None
-        if entry.value is None and entry.extent is NOWHERE:
-            return None
-        if self._put_off_entries:
-            self.catch_up()
-        self.stats.hits += 1
-        entry.hits += 1
-        entry.accessed_s = self.now_s()
-        (self.policy if entry.value is None else self.inline_policy).touch(entry)
-        return entry
-
-    def _lease(self, entry: Entry) -> Lease:
-        """A hold on `entry`; the lock is held."""
-        entry.leases += 1
-        self.leases += 1
-        if entry.value is not None:
-            return Lease(self, entry, memoryview(entry.value))
-        start = entry.extent.offset + PAYLOAD_OFFSET_BYTES
-        return Lease(self, entry, self._memory[start : start + entry.length])
-
-    def unhold(self, entry: Entry) -> None:
-        entry.leases -= 1
-        self.leases -= 1
-        if not entry.leases:
-            self._unheld(entry)
-
-    def _unheld(self, entry: Entry) -> None:
-        if self.index.get(entry.key, entry.space) is not entry:
-            if entry.database.flushed and entry in self._policy_of(entry):
-                return  # it is still to be given back
-            if entry.extent is not NOWHERE:
-                self.retired_bytes -= entry.extent.length
-                self.allocator.free(entry.extent)
-        elif not self.keep and entry.record is not None:
-            self._unload(entry)
-
     def _put_off(self, kind: list[Lookup], entries: list[Entry]) -> None:
         """Note what was looked up, for when the order is asked for: a lookup of a thousand keys answers sooner."""
         if kind and len(entries) == len(kind[-1][0]) and entries == kind[-1][0]:
@@ -314,35 +254,6 @@ class StoreState:
         if self.away and self.tiering is not None:
             self.tiering.touch_run([entry.record for entry in run if entry.record is not None])
 
-    def _publish(self, entry: Entry, expire_at_ms: int) -> None:
-        """Make an entry visible whose bytes are already counted; what it replaces is retired."""
-        if self._put_off_entries:
-            self.catch_up()
-        if self._departed.turns and self._departed.left_behind(entry.key, entry.space, self.turn):
-            expire_at_ms = LONG_AGO_MS
-        entry.expire_at_ms = expire_at_ms
-        entry.created_s = entry.accessed_s = self.now_s()
-        old = self.index.put(entry)
-        if old is None:
-            self.stats.created += 1
-        else:
-            self._retire(old, entry)
-            self.stats.overwritten += 1
-        (self.policy if entry.value is None else self.inline_policy).admit(entry)
-        if expire_at_ms:
-            self.remember_expiry(entry)
-        if self.tiering is not None:
-            self.writes += 1
-            self.unsaved[entry] = self.writes
-        if self.journal is not None:
-            self.journal.append(("set", entry.key, entry.space))
-
-    def _renumber(self, entry: Entry) -> None:
-        """Number an entry that was changed anew: a client that changed it waits for it to be on disk, if at all."""
-        if self.unsaved.pop(entry, None) is not None:
-            self.writes += 1
-            self.unsaved[entry] = self.writes
-
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""
         return entry in self.unsaved and not entry.database.flushed
@@ -350,36 +261,6 @@ class StoreState:
     def write_of(self, entry: Entry) -> int:
         """The number of the write that made an unsaved entry what it is: its own, or a SWAPDB since."""
         return max(self.unsaved[entry], entry.database.swapped)
-
-    def _remove(self, entry: Entry, why: str) -> None:
-        self.index.remove(entry)
-        self._retire(entry)
-        if self.journal is not None:
-            self.journal.append((why, entry.key, entry.space))
-
-    def _retire(self, entry: Entry, successor: Entry | None = None) -> None:
-        """Let go of an entry that has just left the index, on disk too, there when its successor has been written."""
-        if self.tiering is not None:
-            self.unsaved.pop(entry, None)
-            if entry.database.flushed:
-                pass  # the disk was cleared, and what is there by now under its name is another's
-            elif successor is None:
-                self.tiering.forget(entry)
-            else:
-                self.tiering.supersede(entry, successor)
-        if entry.extent is NOWHERE and entry.value is None:
-            self.away -= 1
-            return
-        if entry.value is not None:
-            self.inline_policy.forget(entry)
-            self.inline_bytes -= entry.memory_bytes
-            return
-        self.policy.forget(entry)
-        self.live_bytes -= entry.extent.length
-        if entry.leases:
-            self.retired_bytes += entry.extent.length
-        else:
-            self.allocator.free(entry.extent)
 
     def _give_back(self, entries_max: int = FLUSHED_AT_ONCE) -> bool:
         """Give back what entries of flushed databases hold, at most so many; False when there are none."""
@@ -783,8 +664,3 @@ class StoreState:
                 present = [entry for key in keys if (entry := self._visible(key, space)) is not None]
             self._touch_run(present)
             return len(present)
-
-    def release(self, entry: Entry) -> None:
-        """End one hold on `entry`; called by Lease.release, which sees to it that it happens once."""
-        with self.lock:
-            self.unhold(entry)

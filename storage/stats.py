@@ -4,28 +4,11 @@ benches."""
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+from ._core import StoreCounts
+from ._core import Times as Times
+
 POWERS = 64
 """Times are counted by their bit length in ns; one of 2**63 ns does not occur."""
-
-
-@dataclass(slots=True)
-class Times:
-    """How long something took, each time: a count for each power of two, because adding is all that it may cost."""
-
-    nanoseconds: int = 0
-    counts: list[int] = field(default_factory=lambda: [0] * POWERS)
-    """By the bit length of their nanoseconds: counts[n] took less than 2**n ns and at least half of that."""
-
-    def add(self, seconds: float) -> None:
-        """Enter one; a clock that went back took no time."""
-        nanoseconds = int(seconds * 1e9) if seconds > 0 else 0
-        self.nanoseconds += nanoseconds
-        self.counts[nanoseconds.bit_length()] += 1
-
-    def reset(self) -> None:
-        """Forget all of them."""
-        self.nanoseconds = 0
-        self.counts = [0] * POWERS
 
 
 @dataclass(slots=True)
@@ -52,36 +35,20 @@ class Counters:
                 yield each.name, value
 
 
-@dataclass(slots=True)
-class StoreStats(Counters):
-    """What became of values; bytes are payload bytes."""
+class StoreStats(StoreCounts):
+    """What became of values: the counters that _core.pyi lists."""
 
-    hits: int = 0
-    hit_tokens: int = 0
-    """Tokens of the blocks in the arena that were handed out whole, as far as they say how many they hold."""
-    misses: int = 0
-    created: int = 0
-    """Values stored under a key that had none."""
-    overwritten: int = 0
-    """Values stored in place of an older one."""
-    refused: int = 0
-    """Values for which there was no room: everything evictable was leased, or the value exceeds the arena."""
-    aborted: int = 0
-    """Reservations given back without a commit."""
-    evicted: int = 0
-    evicted_bytes: int = 0
-    evicted_away: int = 0
-    """Those of them that had left memory before and had to leave the disk, or were lost there."""
-    expired: int = 0
-    deleted: int = 0
-    flushed: int = 0
-    """Blocks that left with all others of their database."""
-    leased_bytes: int = 0
-    """Of blocks that clients read in the arena by themselves."""
-    leases_revoked: int = 0
-    """Leases ended by their time limit, not by their holder."""
-    receiving: Times = field(default_factory=Times)
-    """From there being room in the arena for a long value (store.TIMED_BYTES_MIN) to its being visible."""
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, int]:
+        """Every counter by name, without the times."""
+        return {name: getattr(self, name) for name in self.names}
+
+    def reset(self) -> None:
+        """All to zero: CONFIG RESETSTAT."""
+        for name in self.names:
+            setattr(self, name, 0)
+        self.receiving.reset()
 
 
 @dataclass(slots=True)

@@ -5,25 +5,13 @@ across a copy or I/O, because callers fill and read the arena through the views 
 they hold. Ordinary outcomes (a miss, no room) are None or a count.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import pairwise, takewhile
 
-from . import lease_many
 from .background import IoThreads
 from .disk.tier import DiskTier
-from .entry import (
-    INLINE_BYTES_MAX,
-    NOWHERE,
-    PAYLOAD_OFFSET_BYTES,
-    SLACK_BYTES,
-    Entry,
-    Lease,
-    LeaseRun,
-    Reservation,
-    extent_length,
-)
+from .entry import NOWHERE, PAYLOAD_OFFSET_BYTES, SLACK_BYTES, Entry, Lease, extent_length
 from .eviction.base import Policy, make_policy
 from .memory.arena import Arena
 from .options import StoreOptions
@@ -36,8 +24,6 @@ RANDOM_TRIES = 100
 
 QUEUE_JOBS_MAX = 8192
 """Disk jobs of one priority that may wait."""
-TIMED_BYTES_MIN = 256 * 1024
-"""Of longer values it is noted how long they take to arrive: it costs half a microsecond."""
 ZEROS = memoryview(bytes(1024 * 1024))
 """What a gap in a value is filled with, a piece at a time: it may be as long as a value."""
 QUEUE_BYTES_LOW = 1024**3
@@ -83,100 +69,6 @@ class Store(StoreState):
         io.start()
 
     # ---- writing -------------------------------------------------------------------------------------------------
-
-    def reserve(
-        self, key: bytes, length: int, space: int = 0, *, drop: bool = True, spare: int = 0
-    ) -> Reservation | None:
-        """Room for a value of `length` bytes, or None: all that could leave is leased, or the arena is smaller. A value
-        that will grow gets `spare` bytes behind it, if there is room for them.
-
-        Blocks that must leave for it leave now. An older value under `key` stays visible until `commit`. Without `drop`
-        no block leaves that shall go to disk and is not there yet: None then also means that the disk has been told to
-        make room, and that `tiering.makes_room` says whether it is worth asking again.
-        """
-        if length < INLINE_BYTES_MAX:
-            return Reservation(self, key, space, memoryview(bytearray(length + SLACK_BYTES)), NOWHERE)
-        self.end_holds()
-        with self.lock:
-            extent = self.place(extent_length(length + spare), drop=drop) if spare else None
-            if extent is None:
-                extent = self.place(extent_length(length), drop=drop)
-            if extent is not None:
-                self.reserved_bytes += extent.length
-            elif drop:
-                self.stats.refused += 1
-        if self.tiering is not None:
-            self.tiering.make_room(extent_length(length), urgent=extent is None)
-        if extent is None:
-            return None
-        start = extent.offset + PAYLOAD_OFFSET_BYTES
-        memory = self.arena.view[start : start + length + SLACK_BYTES]
-        return Reservation(self, key, space, memory, extent, self.now_s() if length >= TIMED_BYTES_MIN else 0.0)
-
-    def commit(self, reservation: Reservation, expire_at_ms: int = 0) -> bool:
-        """Publish what a reservation holds; called by Reservation.commit, which sees to it that it happens once."""
-        if reservation.extent is NOWHERE:
-            # Inline values are bytes objects, which readers can share without a hold: a copy of under 16 KiB.
-            return self.put(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
-        entry = Entry(reservation.key, reservation.space, reservation.length, reservation.extent, None)
-        entry.tokens = tokens_of(reservation.view_with_slack)
-        with self.lock:
-            self.reserved_bytes -= entry.extent.length
-            self.live_bytes += entry.extent.length
-            self._publish(entry, expire_at_ms)
-            if reservation.made_s:
-                self.stats.receiving.add(entry.created_s - reservation.made_s)
-        if not self.keep and self.tiering is not None:
-            self.tiering.spill([entry])
-        return True
-
-    def abort(self, reservation: Reservation) -> None:
-        """Free what a reservation holds; called by Reservation.abort."""
-        with self.lock:
-            self.stats.aborted += 1
-            if reservation.extent is not NOWHERE:
-                self.reserved_bytes -= reservation.extent.length
-                self.allocator.free(reservation.extent)
-
-    def put(self, key: bytes, value: bytes, space: int = 0, expire_at_ms: int = 0) -> bool:
-        """Store a value that is at hand as bytes: reserve, copy and commit in one. False when there is no room."""
-        if len(value) >= INLINE_BYTES_MAX:
-            reservation = self.reserve(key, len(value), space)
-            if reservation is None:
-                return False
-            reservation.view[:] = value  # the bytes arrived in an object of the caller's, so this copy cannot be spared
-            return reservation.commit(expire_at_ms)
-        with self.lock:
-            entry = self._spaces[space].get(key)
-            if self.may_refuse and not self._fits_inline(entry, len(key) + len(value)):
-                self.stats.refused += 1
-                return False
-            if (
-                entry is not None
-                and entry.value is not None
-                and entry.record is None
-                and not (expire_at_ms or entry.expire_at_ms or entry.leases)
-            ):
-                # The commonest small write, onto an entry without a hold: it may change.
-                if len(value) != entry.length:
-                    self.inline_bytes += len(value) - entry.length
-                    entry.length = len(value)
-                entry.value, entry.hits = value, 0
-                entry.created_s = entry.accessed_s = self.now_s()
-                self.inline_policy.touch(entry)
-                self.stats.overwritten += 1
-                self._renumber(entry)
-                if self.journal is not None:
-                    self.journal.append(("set", key, space))
-            else:
-                entry = Entry(key, space, len(value), NOWHERE, value)
-                self.inline_bytes += entry.memory_bytes
-                self._publish(entry, expire_at_ms)
-            if self.inline_bytes > self.inline_bytes_high:
-                self.evict_inline(entry)
-        if self.tiering is not None:
-            self.tiering.make_inline_room(entry)
-        return True
 
     def patch(self, key: bytes, offset: int, patch: bytes, space: int = 0) -> bool:
         """Lay `patch` over the value under `key` at `offset`, in the arena where the value lies; it grows as far as
@@ -228,43 +120,6 @@ class Store(StoreState):
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def fetch(self, key: bytes, space: int = 0) -> bytes | Lease | None:
-        """The value as the server sends it: small ones as bytes, which need no hold, the others under a Lease.
-
-        None, as of every method that gives bytes, also for a block that is on disk alone: `find` tells the two apart,
-        and `tiering.bring` fetches it.
-        """
-        entry = self._spaces[space].get(key)
-        if (
-            entry is not None
-            and (value := entry.value) is not None
-            and not (entry.expire_at_ms or self._put_off_entries)
-        ):
-            # _hit for the commonest case, spelled out: half of a small GET's time is here. It needs no lock, because
-            # each step is one that the interpreter does whole, and nothing that must add up is changed.
-            try:  # noqa: SIM105  # suppress() would cost more than all the rest
-                self.inline_policy.touch(entry)
-            except KeyError:
-                pass  # another thread has just taken the entry away: it was a hit before that
-            self.stats.hits += 1
-            entry.hits += 1
-            entry.accessed_s = self.now_s()
-            return value
-        with self.lock:
-            entry = self._hit(key, space)
-            if entry is None:
-                return None
-            return self._lease(entry) if entry.value is None else entry.value
-
-    def small_hits(self, space: int) -> tuple[dict[bytes, Entry], Callable[[Entry], None], Callable[[], float]]:
-        """What native code needs for a run of hits on small values without an end: the entries of a database, what
-        orders a use, and the clock. What `fetch` does there in the same case is then done for each (its `hits` and
-        `accessed_s` too); the caller adds the run to `stats.hits`."""
-        if self._put_off_entries:
-            with self.lock:
-                self.catch_up()  # those lookups were before
-        return self._spaces[space], self.inline_policy.touch, self.now_s
-
     def fetch_untouched(self, key: bytes, space: int = 0) -> bytes | Lease | None:
         """`fetch` for a reader who must not keep a block alive by looking at it: CLIENT NO-TOUCH."""
         with self.lock:
@@ -277,17 +132,6 @@ class Store(StoreState):
             self.stats.hits += 1
             return self._lease(entry) if entry.value is None else entry.value
 
-    def lease(self, key: bytes, space: int = 0, limit_s: float = 0.0) -> Lease | None:
-        """Hold the value under `key`, or None. With `limit_s` the hold may be revoked that many seconds from now."""
-        with self.lock:
-            entry = self._hit(key, space)
-            if entry is None:
-                return None
-            lease = self._lease(entry)
-            if limit_s:
-                self._limits.add(self.now_s() + limit_s, lease, self.leases)
-            return lease
-
     def match(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest: at
         the latest when another block is stored, evicted or lent out of the arena."""
@@ -299,48 +143,6 @@ class Store(StoreState):
                     run = [entry for entry in takewhile(lambda entry: entry is not None, found) if entry is not None]
             self._put_off(self._looked_up, run)
             return len(run)
-
-    def affirm(self, keys: Sequence[bytes], space: int = 0) -> int:
-        """How many of `keys` are present, one named twice counting twice; for a grace time they are evicted last.
-
-        A client that is told that a block is there comes back at once: LMCache looks up first and then gets, and some
-        of its clients wait for ever for a value that has left in between. No order changes, and half the room may be
-        spared.
-        """
-        with self.lock:
-            found = list(filter(None, map(self._spaces[space].get, keys)))
-            if len(self._expiries):
-                with self.now_ms.one_moment():
-                    found = [entry for entry in found if self._visible(entry.key, space) is not None]
-            self._put_off(self._affirmed, found)
-            self.affirmed_turn = self.turn
-            return len(found)
-
-    def lease_run(self, keys: Sequence[bytes], space: int, limit_s: float) -> tuple[list[lease_many.Found], LeaseRun]:
-        """What there is under each key, blocks being held from now on, for `limit_s` or until `end_leases`. Each is
-        used as by `lease`."""
-        with self.lock:
-            if self._put_off_entries:
-                self.catch_up()
-            now_s = self.now_s()
-            hit = partial(self._hit, space=space)
-            found, entries, sums = lease_many.hold(keys, self.index.spaces[space], hit, self.policy.touch, now_s)
-            used, leases, nbytes, tokens = sums
-            self.stats.hits += used
-            self.stats.leased_bytes += nbytes
-            self.stats.hit_tokens += tokens
-            self.leases += leases
-            run = LeaseRun(entries, now_s + limit_s)
-            if leases:
-                self._limits.add(run.until_s, run, self.leases)
-            return found, run
-
-    def end_leases(self, places: Sequence[lease_many.Place]) -> int:
-        """End holds; returns how many of them had not ended before."""
-        with self.lock:
-            ended = lease_many.end(places, self.index.spaces if self.keep else None, self._unheld)
-            self.leases -= ended
-            return ended
 
     # ---- telling of changes ------------------------------------------------------------------------------------------
 
@@ -402,17 +204,6 @@ class Store(StoreState):
             self.index.swap(first, second, self.writes)
 
     # ---- leaving -------------------------------------------------------------------------------------------------
-
-    def delete(self, keys: Iterable[bytes], space: int = 0) -> int:
-        """Take keys away; returns how many there were. Leased bytes stay with their readers until released."""
-        deleted = 0
-        with self.lock:
-            for key in keys:
-                if (entry := self._visible(key, space)) is not None:
-                    self._remove(entry, "del")
-                    deleted += 1
-            self.stats.deleted += deleted
-        return deleted
 
     def flush(self, space: int | None = None, *, later: bool = False) -> int:
         """Delete everything, or everything of one database; returns how many keys that were. The journal does not list

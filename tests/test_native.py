@@ -1,4 +1,4 @@
-"""The extensions in C are there where they can be built, and both ways can be chosen."""
+"""What is compiled is there, and both ways can be chosen of what has two."""
 
 import importlib.util
 import os
@@ -13,22 +13,21 @@ from kvredis.cli.doctor.system import EXTENSIONS
 from kvredis.storage.memory.copy import KINDS
 
 IN_USE = """
-from kvredis.server.protocol.fast_parser import plain_commands
-from kvredis.cli.doctor.system import EXTENSIONS
+from kvredis.backends.resp.wire import receive
 from kvredis.storage.memory.copy import KIND
-print(KIND, plain_commands.__name__)
+print(KIND, receive.__name__)
 """
 
 
 def in_use(setting: str) -> list[str]:
-    """Ask a process with this KVREDIS_NATIVE for what it copies and parses with."""
+    """Ask a process with this KVREDIS_NATIVE for what it copies and receives with."""
     environment = {**os.environ, "KVREDIS_NATIVE": setting}
     done = subprocess.run([sys.executable, "-c", IN_USE], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
 def test_an_environment_variable_turns_the_extensions_off() -> None:
-    assert in_use("0") == ["python", "plain_commands_in_python"]
+    assert in_use("0") == ["python", "receive_in_python"]
     assert KINDS[-1] == "python"
 
 
@@ -40,8 +39,9 @@ def test_where_there_is_a_compiler_the_extensions_are_built_and_not_older_than_t
     spec = importlib.util.find_spec(name)
     assert spec is not None, f"{name} is not built: make test builds it"
     assert spec.origin is not None
-    source = Path(__file__).parents[1] / (name.replace(".", "/") + ".c")
-    assert Path(spec.origin).stat().st_mtime_ns >= source.stat().st_mtime_ns, f"{name} is old: make test"
-    kind, reader = in_use("1")
+    place = Path(__file__).parents[1] / name.replace(".", "/")
+    for source in filter(Path.exists, map(place.with_suffix, (".c", ".pyx", ".pxd"))):
+        assert Path(spec.origin).stat().st_mtime_ns >= source.stat().st_mtime_ns, f"{name} is old: make test"
+    kind, receiver = in_use("1")
     assert kind != "python"
-    assert reader == "plain_commands"
+    assert receiver != "receive_in_python"

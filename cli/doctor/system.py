@@ -34,9 +34,10 @@ ASK_S = 2.0
 
 EXTENSIONS = (
     "kvredis.storage.memory._native",
-    "kvredis.storage._leasing",
+    "kvredis.storage._core",
     "kvredis.backends.resp._recvmsg",
-    "kvredis.server.protocol._plain",
+    "kvredis.server.protocol._hot",
+    "kvredis.server.shm._places",
 )
 
 METRICS_PORT = "metrics port"

@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
+from kvredis.storage._core import OneOrder
 from kvredis.storage.entry import Entry
 from kvredis.storage.errors import ConfigError
 
@@ -96,53 +97,21 @@ class Policy(Protocol):
     def __contains__(self, entry: object) -> bool: ...
 
 
-class _OneOrder:
-    """What the policies of one order share: an ordered dict with what arrived last at its end."""
+class _OneOrder(OneOrder):
+    """What the policies of one order share: an ordered dict with what arrived last at its end. What it says of entries
+    that arrive and leave is in _core.pyx; uses are not counted, an end changes nothing, every entry may leave, and each
+    is worth a write."""
 
-    __slots__ = ("_order",)
+    _order: OrderedDict[Entry, None]
     selective = False
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[Entry, None] = OrderedDict()
-
-    def admit(self, entry: Entry) -> None:
-        self._order[entry] = None
-
-    def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy: uses are not counted."""
-        self._order[entry] = None
-
-    def end_changed(self, entry: Entry) -> None:
-        """As Policy: an end changes nothing here."""
-
-    def forget(self, entry: Entry) -> None:
-        del self._order[entry]
 
     def victims(self) -> Iterator[Entry]:
         """As Policy: from the front."""
         return _unleased(self._order, iter)
 
-    def others(self) -> Iterator[Entry]:
-        """As Policy: every entry may leave."""
-        return iter(())
-
     def warmth(self, entry: Entry) -> float:
         """As Policy: the time of the last use."""
         return entry.accessed_s
-
-    def spills(self, entry: Entry) -> bool:
-        """As Policy: always."""
-        return True
-
-    def uses(self, entry: Entry) -> int | None:
-        """As Policy: not counted."""
-        return None
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._order
 
 
 class LRU(_OneOrder):
@@ -152,7 +121,7 @@ class LRU(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.move_to_end  # as Policy; without a frame of its own
+        self.touch = self._order.move_to_end
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         deque(map(self.touch, reversed(entries)), maxlen=0)
@@ -165,7 +134,7 @@ class MRU(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.move_to_end
+        self.touch = self._order.move_to_end
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy: what was used last leaves first, so here the tail goes last."""
@@ -188,7 +157,7 @@ class FIFO(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.__getitem__  # the KeyError, and nothing else
+        self.touch = self._order.__getitem__  # the KeyError, and nothing else
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy, but for the order: that of arrival stays."""
@@ -206,7 +175,7 @@ class Random(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.__getitem__
+        self.touch = self._order.__getitem__
         self._list: list[Entry] = []  # the same entries in no order: what a draw is made from
         self._places: dict[Entry, int] = {}
 
@@ -255,7 +224,7 @@ class TTL(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch: Callable[[Entry], None] = self._order.__getitem__
+        self.touch = self._order.__getitem__
         self._heap: list[tuple[float, int, Entry]] = []
         self._tickets: dict[Entry, int] = {}
         """Which element of the heap is an entry's own: one with another ticket is void."""

@@ -14,13 +14,15 @@ Values are contiguous, of any length, and a cache is always full, so the questio
    a move would be a copy of a payload.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-GRAIN_BYTES = 4096
-"""Extents begin and end on this boundary: the smallest page, and what O_DIRECT and a mapping need."""
+from kvredis.storage._core import GRAIN_BYTES as GRAIN_BYTES
+from kvredis.storage._core import Holes
+
+from .extent import Extent as Extent
 
 CANDIDATES_MAX = 16
 """Windows compared before the least wasteful is taken; each costs a look at its pieces."""
@@ -29,13 +31,6 @@ BEYOND = 4
 """How far past the first window the search for a tighter one may go, in multiples of the length wanted. This is what
 mixed lengths may cost the policy's order. Mean occupancy on the trace in tests/storage/memory/test_occupancy.py: 93-98
 % with 0, 95-99 % with 4; equal lengths fit at once and keep the order exactly."""
-
-
-class Extent(NamedTuple):
-    """A range of the arena, in bytes; both numbers are multiples of GRAIN_BYTES."""
-
-    offset: int
-    length: int
 
 
 class Victim(Protocol):
@@ -47,29 +42,21 @@ class Victim(Protocol):
 V = TypeVar("V", bound=Victim)
 
 
-class Allocator:
-    """Free holes of one arena of `capacity_bytes`, which starts as a single hole."""
+class Allocator(Holes):
+    """Free holes of one arena of `capacity_bytes`, which starts as a single hole.
 
-    __slots__ = ("_by_end", "_by_length", "_by_start", "capacity_bytes", "free_bytes")
+    `allocate(length)` takes `length` bytes (a multiple of GRAIN_BYTES) from the tightest hole, or gives None when no
+    hole is long enough; `free(extent)` gives an extent back, which joins the holes on both sides at once. Both are in
+    _core.pyx.
+    """
+
+    __slots__ = ()
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes <= 0 or capacity_bytes % GRAIN_BYTES:
             raise ValueError(f"capacity_bytes must be a positive multiple of {GRAIN_BYTES}, not {capacity_bytes}")
-        self.capacity_bytes = capacity_bytes
-        self.free_bytes = 0
-        self._by_start: dict[int, int] = {}  # first byte -> past the end
-        self._by_end: dict[int, int] = {}  # past the end -> first byte
-        self._by_length: list[tuple[int, int]] = []  # (length, first byte), sorted: best fit is one bisect
+        super().__init__(capacity_bytes)
         self.free(Extent(0, capacity_bytes))
-
-    def allocate(self, length: int) -> Extent | None:
-        """Take `length` bytes (a multiple of GRAIN_BYTES) from the tightest hole; None when no hole is long enough."""
-        at = bisect_left(self._by_length, (length, 0))
-        if at == len(self._by_length):
-            return None
-        hole_length, offset = self._by_length.pop(at)
-        self._cut(offset, hole_length, offset, length)
-        return Extent(offset, length)
 
     def allocate_at(self, extent: Extent) -> None:
         """Take exactly `extent`, which must lie inside one hole: the end of what `window` began."""
@@ -92,21 +79,6 @@ class Allocator:
         self._forget_length(end, hole_end)
         self._cut(end, hole_end - end, end, length - extent.length)
         return Extent(extent.offset, length)
-
-    def free(self, extent: Extent) -> None:
-        """Give an extent back; it joins the holes on both sides at once."""
-        start, end = extent.offset, extent.offset + extent.length
-        self.free_bytes += extent.length
-        left = self._by_end.pop(start, None)
-        if left is not None:
-            self._forget_length(left, start)
-            start = left
-        right = self._by_start.pop(end, None)
-        if right is not None:
-            del self._by_end[right]
-            self._forget_length(end, right)
-            end = right
-        self._add(start, end)
 
     def holes(self) -> list[Extent]:
         """Every free hole by address, for reports and checks."""
@@ -189,25 +161,6 @@ class Allocator:
         lost, first, last = best
         leaving = [victim for _, _, victim in pieces[first : last + 1] if victim is not None]
         return max(0, lost - length), Extent(pieces[first][0], length), leaving
-
-    def _cut(self, hole_start: int, hole_length: int, start: int, length: int) -> None:
-        """Take [start, start+length) out of a hole that is no longer in _by_length; what is left stays free."""
-        hole_end = hole_start + hole_length
-        del self._by_start[hole_start]
-        del self._by_end[hole_end]
-        self.free_bytes -= length
-        if start > hole_start:
-            self._add(hole_start, start)
-        if start + length < hole_end:
-            self._add(start + length, hole_end)
-
-    def _add(self, start: int, end: int) -> None:
-        self._by_start[start] = end
-        self._by_end[end] = start
-        insort(self._by_length, (end - start, start))
-
-    def _forget_length(self, start: int, end: int) -> None:
-        del self._by_length[bisect_left(self._by_length, (end - start, start))]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the three views of the holes agree and no two holes touch."""

@@ -62,7 +62,7 @@ class DiskIo:
         """A caller has waited in vain for a write; the next one that succeeds clears it."""
         self.written_s = store.now_s()
         """When a block has last reached the disk."""
-        self.written = threading.Condition(store.lock)
+        self.written = threading.Condition(store.lock)  # type: ignore[arg-type]  # it is a Lock in all that it needs
         """Notified after every attempt to write a block."""
         self.on_room: Callable[[], None] | None = None
         self.pushed_out = 0
@@ -158,7 +158,7 @@ class DiskIo:
 
     def _write_together(self, blocks: list["_Block"]) -> Sequence[Record] | None:
         small = [(block.facts, block.value) for block in blocks if block.value is not None]
-        if len(small) < 2:
+        if len(small) < max(2, len(blocks)):  # one may have been replaced by a value of the arena
             return None
         instead = [record for block in blocks for record in block.instead]
         records, left = self._disk.write_together(small, evict=self._store.disk_evicts, instead=instead)

@@ -105,7 +105,7 @@ def test_what_is_not_needed_for_the_image_is_not_sent() -> None:
         "cli/__pycache__/x",
     ):
         assert ignored(path), path
-    for path in ("cli/main.py", "bench/core/plot.py", "kvredis/server/protocol/_plain.c", "pyproject.toml"):
+    for path in ("cli/main.py", "bench/core/plot.py", "kvredis/server/protocol/_hot.pyx", "pyproject.toml"):
         assert not ignored(path), path
     assert ignored("storage/_native.cpython-311-x86_64-linux-gnu.so")
 

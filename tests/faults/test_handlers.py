@@ -49,18 +49,40 @@ async def exceptions_told(client: Client) -> int:
 BEFORE = {"plain": b"", "careful": request("CLIENT", "REPLY", "ON"), "RESP3": request("HELLO", "3")}
 
 
+def test_a_store_that_raises_under_a_command_closes_its_client_alone(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(*_: object) -> None:
+        raise Mistake("of ours")
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            other, victim = await live.connect(), await live.connect()
+            assert await other.ask("SET", "k", "v", "EX", "1000") == b"+OK\r\n"
+            with monkeypatch.context() as patch:
+                patch.setattr(live.store, "find", mistaken)
+                await victim.send_raw(request("PING") + request("EXISTS", "k") + request("PING"))
+                assert await victim.read_all() == b"+PONG\r\n" + INTERNAL_ERROR
+            await until(lambda: len(live.sessions()) == 1)
+            assert await other.get("k") == b"v"
+            assert await exceptions_told(other) == 1
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
 @pytest.mark.parametrize("payload", [b"small", LARGE], ids=["small", "large"])
 def test_a_handler_that_raises_closes_its_client_alone(
     loop: str, payload: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    break_command(monkeypatch, b"SET")
+    break_command(monkeypatch, b"SETNX")
 
     async def story() -> None:
         async with LiveServer(tmp_path) as live:
             other, victim = await live.connect(), await live.connect()
             assert await other.ask("APPEND", "k", "old") == b":3\r\n"
             after = request("PING") if payload == b"small" else b""  # unread bytes would turn the end into a RST
-            await victim.send_raw(request("PING") + request("SET", "k", payload) + after)
+            await victim.send_raw(request("PING") + request("SETNX", "k", payload) + after)
             assert await victim.read_all() == b"+PONG\r\n" + INTERNAL_ERROR
             await until(lambda: len(live.sessions()) == 1)
             assert live.store.reserved_bytes == 0

@@ -1,51 +1,16 @@
-"""Leases of many blocks at a time: what is held and until when, natively and in Python alike."""
+"""Leases of many blocks at a time: what is held and until when."""
 
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import pytest
 
-from kvredis.storage import lease_many
-from kvredis.storage.database import unplaced
-from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun, Place
 from kvredis.storage.eviction.base import make_policy
-from kvredis.storage.lease_many import Place, end_in_python, hold_in_python
-from kvredis.storage.memory.allocator import Extent
 from kvredis.storage.store import Store
 
 from .small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, present, small_store
-
-
-class Way(NamedTuple):
-    """One way to do the work."""
-
-    name: str
-    hold: Callable[..., Any]
-    end: Callable[..., Any]
-
-
-PYTHON = Way("python", hold_in_python, end_in_python)
-WAYS = [PYTHON] if lease_many.hold is hold_in_python else [PYTHON, Way("native", lease_many.hold, lease_many.end)]
-
-
-@contextmanager
-def by(way: Way) -> Iterator[None]:
-    """Do the work that way."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease_many, "hold", way.hold)
-        patch.setattr(lease_many, "end", way.end)
-        yield
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: way.name)
-def way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    """Each way that there is here."""
-    with by(request.param):
-        yield request.param
 
 
 @pytest.fixture
@@ -72,7 +37,7 @@ def bytes_of(store: Store, entry: object) -> bytes:
     return bytes(store.arena.view[start : start + entry.length])
 
 
-def test_a_run_finds_blocks_small_values_and_nothing_each_in_its_place(way: Way, store: Store, clock: Clock) -> None:
+def test_a_run_finds_blocks_small_values_and_nothing_each_in_its_place(store: Store, clock: Clock) -> None:
     store.put(b"large", content(1))
     store.put(b"small", b"value")
     store.put(b"ending", content(2), expire_at_ms=clock.ms() + 5)
@@ -91,7 +56,7 @@ def test_a_run_finds_blocks_small_values_and_nothing_each_in_its_place(way: Way,
     store.check_integrity()
 
 
-def test_a_hold_is_ended_once_however_often_it_is_said(way: Way, store: Store) -> None:
+def test_a_hold_is_ended_once_however_often_it_is_said(store: Store) -> None:
     fill(store, count=3)
     _, run = store.lease_run([b"fill:0", b"fill:1"], 0, 5.0)
     held = places(run)
@@ -102,7 +67,7 @@ def test_a_hold_is_ended_once_however_often_it_is_said(way: Way, store: Store) -
     assert store.leases == 0
 
 
-def test_what_was_deleted_while_it_was_held_is_free_when_the_last_hold_ends(way: Way, store: Store) -> None:
+def test_what_was_deleted_while_it_was_held_is_free_when_the_last_hold_ends(store: Store) -> None:
     fill(store)
     _, one = store.lease_run([b"fill:0", b"fill:1"], 0, 5.0)
     _, two = store.lease_run([b"fill:0"], 0, 5.0)
@@ -117,7 +82,7 @@ def test_what_was_deleted_while_it_was_held_is_free_when_the_last_hold_ends(way:
     store.check_integrity()
 
 
-def test_a_run_is_revoked_when_its_time_has_passed_and_not_before(way: Way, store: Store, clock: Clock) -> None:
+def test_a_run_is_revoked_when_its_time_has_passed_and_not_before(store: Store, clock: Clock) -> None:
     keys = fill(store)
     _, run = store.lease_run(keys, 0, 10.0)
     held = places(run)
@@ -134,7 +99,7 @@ def test_a_run_is_revoked_when_its_time_has_passed_and_not_before(way: Way, stor
     store.check_integrity()
 
 
-def test_runs_that_have_ended_are_forgotten_though_their_time_has_not_come(way: Way, store: Store) -> None:
+def test_runs_that_have_ended_are_forgotten_though_their_time_has_not_come(store: Store) -> None:
     fill(store)
     for _ in range(2000):
         _, run = store.lease_run([b"fill:0", b"fill:1"], 0, 600.0)
@@ -142,7 +107,7 @@ def test_runs_that_have_ended_are_forgotten_though_their_time_has_not_come(way: 
     assert len(store._limits) < 300
 
 
-def test_a_lookup_before_is_older_than_the_use(way: Way, store: Store) -> None:
+def test_a_lookup_before_is_older_than_the_use(store: Store) -> None:
     keys = fill(store)
     store.match(keys)
     _, run = store.lease_run([keys[-1]], 0, 5.0)
@@ -155,15 +120,11 @@ def test_a_lookup_before_is_older_than_the_use(way: Way, store: Store) -> None:
 
 @pytest.mark.parametrize("policy", ["LRU", "LFU", "S3FIFO", "FIFO"])
 @pytest.mark.parametrize("seed", range(3))
-def test_both_ways_leave_the_same_behind(policy: str, seed: int) -> None:
-    stories = []
-    for way in WAYS:
-        with by(way):
-            stories.append(_story(policy, seed))
-    assert all(told == stories[0] for told in stories)
+def test_a_run_leaves_behind_what_leases_one_by_one_do(policy: str, seed: int) -> None:
+    assert _story(policy, seed, as_runs=True) == _story(policy, seed, as_runs=False)
 
 
-def _story(policy: str, seed: int) -> list[object]:
+def _story(policy: str, seed: int, *, as_runs: bool) -> list[object]:
     """Random work, each step with what it gave and the order in which blocks would leave then."""
     rng, clock, told = random.Random(seed), Clock(), list[object]()
     store = small_store(clock)
@@ -172,9 +133,14 @@ def _story(policy: str, seed: int) -> list[object]:
     keys = [b"k%d" % number for number in range(24)]
 
     def lease() -> object:
-        found, run = store.lease_run(rng.choices(keys, k=rng.randrange(1, 6)), rng.randrange(2), rng.choice((1.0, 5.0)))
-        runs.append(places(run))
-        return [each.key if isinstance(each, Entry) else each for each in found]
+        names, space = rng.choices(keys, k=rng.randrange(1, 6)), rng.randrange(2)
+        limit_s, held, told = rng.choice((1.0, 5.0)), list[Place](), list[object]()
+        for some in [names] if as_runs else [[name] for name in names]:
+            found, run = store.lease_run(some, space, limit_s)
+            held += places(run)
+            told += [each.key if isinstance(each, Entry) else each for each in found]
+        runs.append(held)
+        return told
 
     def end() -> object:
         return store.end_leases(runs.pop(rng.randrange(len(runs)))) if runs else None
@@ -198,121 +164,33 @@ def _story(policy: str, seed: int) -> list[object]:
     return [*told, store.stats.as_dict()]
 
 
-def entry(key: bytes, extent: Extent = NOWHERE) -> Entry:
-    """A block that no store knows."""
-    return Entry(key, 0, 5, extent, None)
-
-
-def test_in_python_the_store_is_asked_about_each_key() -> None:
-    small, here = Entry(b"small", 0, 1, NOWHERE, b"x"), entry(b"here", Extent(4096, 4096))
-    here.tokens = 256
-    entries = {each.key: each for each in (small, here)}
-    asked: list[bytes] = []
-
-    def hit(key: bytes) -> Entry | None:
-        asked.append(key)
-        return entries.get(key)
-
-    touched: list[Entry] = []
-    found, held, sums = hold_in_python([b"here", b"none", b"small"], entries, hit, touched.append, 7.5)
-    assert (found, held) == ([here, None, b"x"], [here, None, None])
-    assert sums == (0, 1, here.length, 256), "used, leases, bytes and tokens"
-    assert asked == [b"here", b"none", b"small"]
-    assert (here.hits, here.leases, touched) == (0, 1, []), "the store counts the hit itself"
-
-
-@pytest.mark.skipif(len(WAYS) == 1, reason="the extension is not built here")
-def test_natively_the_store_is_asked_only_about_what_is_not_simply_there() -> None:
-    way = WAYS[1]
-    here, away, ending = entry(b"here", Extent(4096, 4096)), entry(b"away"), entry(b"ending", Extent(0, 4096))
-    ending.expire_at_ms = 1
-    here.tokens = 256
-    asked: list[bytes] = []
-    touched: list[Entry] = []
-    entries = {each.key: each for each in (here, away, ending)}
-    keys = [b"here", b"away", b"none", b"ending"]
-    found, held, sums = way.hold(keys, entries, lambda key: asked.append(key), touched.append, 7.5)
-    assert (found, held) == ([here, None, None, None], [here, None, None, None])
-    assert sums == (1, 1, here.length, 256), "used, leases, bytes and tokens"
-    assert asked == [b"away", b"none", b"ending"]
-    assert touched == [here]
-    assert (here.hits, here.leases, here.accessed_s) == (1, 1, 7.5)
-
-
-def test_only_entries_that_are_visible_no_more_are_told_of(way: Way) -> None:
-    visible, gone, other = (entry(key, Extent(0, 4096)) for key in (b"visible", b"gone", b"visible"))
-    told: list[Entry] = []
-    for spaces, left in (([{b"visible": visible}], [gone, other]), (None, [visible, gone, other])):
-        told.clear()
-        for each in (visible, gone, other):
-            each.leases = 1
-        run = LeaseRun([visible, gone, None, other], 0.0)
-        assert way.end([(run, at, 4096) for at in range(4)], spaces, told.append) == 3
-        assert told == left
-        assert run.entries == [None] * 4
-
-
-def test_an_error_of_the_policy_is_not_lost(way: Way) -> None:
+def test_an_error_of_the_policy_is_not_lost(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: object) -> None:
         raise KeyError("not in the order")
 
-    here = entry(b"here", Extent(4096, 4096))
+    fill(store, count=1)
+    monkeypatch.setattr(store.policy, "touch", broken)
     with pytest.raises(KeyError, match="order"):
-        way.hold([b"here"], {b"here": here}, broken, broken, 0.0)
-    with pytest.raises(KeyError, match="order"):
-        way.hold([b"none"], {}, broken, broken, 0.0)
-    here.leases = 1
-    with pytest.raises(KeyError, match="order"):
-        way.end([(LeaseRun([here], 0.0), 0, 4096)], None, broken)
+        store.lease_run([b"fill:0"], 0, 5.0)
 
 
-@pytest.mark.skipif(len(WAYS) == 1, reason="the extension is not built here")
-class TestNatively:
-    """The functions in C by themselves."""
+def test_a_place_that_is_none_is_refused(store: Store) -> None:
+    for place in ((None, 0, 0), (LeaseRun([None], 0.0), "0", 0), (LeaseRun([None], 0.0), 1, 0), 5):
+        with pytest.raises((TypeError, IndexError, AttributeError)):
+            store.end_leases([place])  # type: ignore[list-item]
 
-    def test_what_they_cannot_work_with_is_refused(self) -> None:
-        _, native = WAYS
-        run, none = LeaseRun([None], 0.0), lambda _: None
-        bad: list[tuple[Any, ...]] = [(), ([], [], none, none, 0.0), ((), {}, none, none, 0.0)]
-        for args in (*bad, ([b"k"], {}, lambda _: 5, none, 0.0)):
-            with pytest.raises(TypeError):
-                native.hold(*args)
-        wrong: tuple[object, ...] = ((run, 1, 0), (run, -1, 0), (run, "0", 0), (run, 0), [run, 0, 0], (None, 0, 0), 5)
-        for place in wrong:
-            with pytest.raises(TypeError):
-                native.end([place], None, none)
-        bad = [(), ((), None, none), ([], {}, none)]
-        for args in bad:
-            with pytest.raises(TypeError):
-                native.end(*args)
-        with pytest.raises(ValueError, match="more often"):
-            native.end([(LeaseRun([entry(b"k")], 0.0), 0, 0)], None, none)
-        stranger = entry(b"k")
-        stranger.leases, stranger.database = 1, unplaced(16)
-        with pytest.raises(ValueError, match="no database"):
-            native.end([(LeaseRun([stranger], 0.0), 0, 0)], [{}], none)
 
-    def test_keys_that_go_while_they_are_looked_for_do_no_harm(self) -> None:
-        _, native = WAYS
-        keys = [b"key %d" % number for number in range(100)]
-        with pytest.raises(RuntimeError, match="changed"):
-            native.hold(keys, {}, lambda _: keys.clear(), None, 0.0)
-
-    def test_nothing_is_kept_of_what_has_ended(self) -> None:
-        _, native = WAYS
-        held = entry(b"key", Extent(4096, 4096))
-        held.hits = 10**6
-        now_s, counts = 123.25, []
-
-        def lend() -> None:
-            _, entries, _ = native.hold([b"key", b"none"], {b"key": held}, lambda _: None, id, now_s)
-            run = LeaseRun(entries, now_s)
-            assert native.end([(run, 0, 4096), (run, 1, 0)], [{b"key": held}], None) == 1
-
-        for _ in range(4):
-            for _ in range(500):
-                lend()
-            gc.collect()
-            counts.append((sys.getrefcount(held), sys.getrefcount(held.extent), sys.getrefcount(None) // 1000))
-        assert counts[1] == counts[3]
-        assert held.hits == 10**6 + 2000
+def test_nothing_is_kept_of_what_has_ended(store: Store) -> None:
+    fill(store, count=1)
+    held = store.find(b"fill:0")
+    assert held is not None
+    counts = []
+    for _ in range(4):
+        for _ in range(500):
+            _, run = store.lease_run([b"fill:0", b"none"], 0, 0.0)
+            assert store.end_leases([(run, 0, 4096), (run, 1, 0)]) == 1
+        store.revoke_overdue()
+        gc.collect()
+        counts.append((sys.getrefcount(held), sys.getrefcount(held.extent), sys.getrefcount(None) // 1000))
+    assert counts[1] == counts[3]
+    assert held.hits == 2000

@@ -112,7 +112,7 @@ def test_nothing_is_changed_without_the_lock(monkeypatch: pytest.MonkeyPatch) ->
             return checked
 
         changes: list[tuple[type, str]] = [(Allocator, "allocate"), (Allocator, "allocate_at"), (Allocator, "free")]
-        changes += [(Index, "put"), (Index, "remove"), (LRU, "admit"), (LRU, "forget"), (LRU, "touch_run")]
+        changes += [(Index, "take"), (LRU, "admit"), (LRU, "forget"), (LRU, "touch_run")]
         for owner, name in changes:
             monkeypatch.setattr(owner, name, guarded(name, getattr(owner, name)))
         keys = fill(store, count=20)

@@ -19,7 +19,7 @@ import socket
 import sys
 import termios
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol, TypeAlias
@@ -278,6 +278,15 @@ class Admission:
         """Whether other values are coming in than this client's."""
         own = sum(reservation.extent.length for reservation in session.reservations)
         return self._store.reserved_bytes > own + self._server.parts.held_by(session)
+
+    def tables(self) -> tuple[Collection[Client], ...]:
+        """Who waits for its turn, whose turn it is, whose connection is listened to for signs, and who receives: while
+        the first three are empty, a value may come in that is within the share of all."""
+        return self.queue, self._called, self._signs, self._receiving
+
+    def begin_receiving(self, session: Client) -> None:
+        """Note that a client, which has not waited, has been given room for a value that is not complete."""
+        self._begin_receiving(session, None)
 
     def open_payload(self, session: Client, args: list[Argument], length: int) -> Room | None:
         """Whether argument number len(args) of the command being read goes into the arena, and where: REFUSED when

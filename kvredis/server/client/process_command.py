@@ -1,10 +1,9 @@
 """From a command to its reply.
 
-Bytes that a client sends become lists of arguments (protocol/parser.py), which `Session.buffer_updated` runs in their
-order. There are three ways on:
+Bytes that a client sends are commands, which run in their order. There are three ways:
 
-    answer_gets      a run of GETs at the front of a pipeline, for small values that have no end: native code
-    the handler      a plain command (short, O(1), of a client with nothing special about it): called by the session
+    _hot.pyx         the commonest plain commands (GET, SET, MGET, MSET, EXISTS, DEL, PING), read and run natively
+    the handler      another plain command (short, O(1), of a client with nothing special about it): the session calls
     process_command  everything else: what Redis asks before a command (server.c, processCommand), in Redis' order,
                      which is part of the protocol, as it decides which of two errors a client sees, and what makes a
                      transaction fail; then `call`, as for each command of EXEC: the handler, then MONITOR, the slow log
@@ -16,20 +15,17 @@ answers to all questions are known then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from time import perf_counter_ns
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from kvredis.server.cluster.node import REDIRECTIONS
 from kvredis.server.commands.monitor import feed
 from kvredis.server.commands.registry import SPELLINGS, Command, lookup, shown
 from kvredis.server.commands.transactions import end_transaction
 from kvredis.server.context import Caller
-from kvredis.server.protocol.replies import NO_AUTH, OK, OUT_OF_MEMORY, Buffer, error
+from kvredis.server.protocol.replies import NO_AUTH, OK, OUT_OF_MEMORY, error
 from kvredis.server.protocol.request import REFUSED, Argument, ProtocolError
 from kvredis.storage.entry import Lease
-from kvredis.storage.memory.copy import NATIVE_WANTED
 
 from .blocked import Answer, Blocked
 
@@ -215,43 +211,3 @@ def mind_broken_clients(session: Caller, command: Command, reply: bytes) -> None
     """
     if reply is OUT_OF_MEMORY and command.name == "set" and not session.said_hello:
         session.close_after_reply = True
-
-
-# ---- a run of GETs ---------------------------------------------------------------------------------------------------
-#
-# The handler of GET and Store.fetch say how a key is read; here is only their commonest case, which makes pipelines of
-# 128 GETs 2.5 to 3 times as fast (771,000 a second instead of 308,000 on two cores). All else stops the run and is left
-# for them.
-
-Answering = Callable[[Sequence[object], object, Sequence[object], Callable[..., object], Callable[[], float]], int]
-
-GETS: Final = (b"GET", b"get")
-"""As clients write it; other spellings take their time."""
-
-
-def answer_gets(session: Caller, commands: list[list[Argument]], replies: list[Buffer], began_ns: int) -> int:
-    """Take the GETs off the front of `commands` that can be answered at once, append their replies, and enter them into
-    the statistics; returns since when (ns) what comes next runs. For clients whose commands take the fast path."""
-    store = session.store
-    if natively is None or commands[0][0] not in GETS or session.fetch != store.fetch:
-        return began_ns
-    entries, touch, now_s = store.small_hits(session.space)
-    done = natively(commands, entries, replies, touch, now_s)
-    if not done:
-        return began_ns
-    store.stats.hits += done
-    del commands[:done]
-    return session.account(SPELLINGS[b"GET"], done, began_ns)
-
-
-def _natively() -> Answering | None:
-    if NATIVE_WANTED:
-        with suppress(ImportError):
-            from kvredis.server.protocol._plain import answer_gets
-
-            return answer_gets
-    return None
-
-
-natively: Final = _natively()
-"""How many of `commands` were answered: from `entries`, the database, into `replies`; `touch` is the policy's."""

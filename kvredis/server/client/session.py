@@ -1,8 +1,10 @@
 """One client: bytes in, commands run in their order, replies out.
 
-Commands go one of two ways. Most are plain (short, O(1), from a client with nothing special about it) and run in the
-hot loop of `buffer_updated`, in one frame. Everything else goes through process_command.py, whose head tells the
-whole path; `reconsider` decides, whenever a reason comes or goes, which of the two this client's commands take.
+Commands go one of three ways. The commonest of a client with nothing special about it are read and run by HotSession
+(protocol/_hot.pyx), the part of a session that is compiled: `buffer_updated` is there, and leaves to `_run` all else.
+Other plain commands (short, O(1)) run in the loop of `_run`, in one frame. Everything else goes through
+process_command.py, whose head tells the whole path; `reconsider` decides, whenever a reason comes or goes, whether this
+client's commands may take the first two.
 
 WHY it holds leases: a reply that contains a view of the arena is written without a copy, and what the kernel does not
 take at once stays *referenced* by the transport until the client has read far enough. So the Leases behind a batch of
@@ -22,7 +24,7 @@ a thread may send it (net/io_threads.py) while another client is behind with its
 thread may also receive the rest of a long value; then the transport reads nothing until the thread is done.
 
 More than 800 lines: receiving, running and sending are one state machine. Each step looks at what the others have left
-(a reply that waits, a client that is behind, a lease that goes out), and the hot loop goes through all in one frame.
+(a reply that waits, a client that is behind, a lease that goes out), and `_run` goes through all in one frame.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from kvredis.server.net.io_threads import REST_BYTES_MIN, Receiving, Sending
 from kvredis.server.net.listeners import address_of, unix_name
 from kvredis.server.net.rcvlowat import LowWater
 from kvredis.server.net.zerocopy import Splicer, peer_pid
+from kvredis.server.protocol._hot import HotSession
 from kvredis.server.protocol.parser import Parser
 from kvredis.server.protocol.replies import NULL, NULL_BULK, Buffer, Reply, error
 from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolError
@@ -53,7 +56,7 @@ from kvredis.storage.entry import Lease, Reservation
 from .admission import Room
 from .blocked import Answer, Blocked, Reason, waits_for
 from .client import NO_NAMES, WATCHED_BYTES, Held, Tracking, Transaction
-from .process_command import answer_gets, call, process_command
+from .process_command import call, process_command
 
 log = logging.getLogger(__name__)
 
@@ -77,46 +80,40 @@ PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
 NO_BACKLOG: Final[deque[Buffer]] = deque(maxlen=0)
 """Of transports that lend, and before there is one."""
 
-NO_COMMANDS: Final[Iterator[list[Argument]]] = iter(())
 
+class Session(HotSession, asyncio.BufferedProtocol):
+    """The protocol object of one connection. Client (client.py) says what its public methods and attributes are, and
+    _hot.pyi of those that plain commands need."""
 
-class Session(asyncio.BufferedProtocol):
-    """The protocol object of one connection. Client (client.py) says what its public methods and attributes are."""
+    _parser: Parser
 
     # How each connection begins; what each has of its own, and what every read looks at, is in __init__.
     name = lib_name = lib_ver = b""
     addr, laddr, fd = "", "", -1
     kind = "tcp"  # one of KINDS
     encrypted = is_local_stream = False  # the latter: a unix socket on a loop that lends
-    space, resp, said_hello, nil = 0, 2, False, NULL_BULK
-    reply_mode, last_command = "on", "NULL"
-    no_evict = no_touch = False
-    asked_to_splice = splices = False  # whether large replies lend their pages to the socket
-    input_bytes = reads = output_bytes = writes = 0
+    resp, said_hello = 2, False
+    reply_mode = "on"
+    no_evict = asked_to_splice = False
     subscriptions = 0  # channels, patterns and shard channels that this client listens to
     tracking: Tracking | None = None
     transaction: Transaction | None = None
     watch_broken = False  # a watched key has changed: EXEC will answer nil
-    unsaved_since = 0
-    """Number of the store's write from which on this client may have written what is not known to be on disk; 0: it has
-    written nothing."""
     refused = b""  # the error for the command being read, if a payload of it could not be taken
     sending: Sending | None = None
     """What a thread sends for this client."""
     receiving: Receiving | None = None
     """What a thread receives for this client."""
     _left_bytes = 0  # with less missing, the value is one that a thread has left to the loop
-    _transport: asyncio.Transport | None = None
     _splicer: Splicer | None = None
     _paused_since_s = 0.0
     _behind_since_s: float | None = None  # since when there has been a rest, whatever was taken of it since
     _over_soft_limit_s: float | None = None
     _answering = False  # a command is running whose reply goes before what is pushed meanwhile
-    _reply_bytes = _push_bytes = 0
-    _writes_before = 0  # the store's, when what is being run began to be run
+    _push_bytes = 0
 
     def __init__(self, server: Context) -> None:
-        self.server, self.store = server, server.store
+        self._take_part(server, Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches))
         self.id: int = server.next_session_id()
         self.user: User = server.acl.default
         self.authenticated = self.user.needs_no_password
@@ -131,27 +128,12 @@ class Session(asyncio.BufferedProtocol):
         self.channels: set[bytes] = NO_NAMES
         self.patterns: set[bytes] = NO_NAMES
         self.shard_channels: set[bytes] = NO_NAMES
-        self.observed = False  # a client wants to know of changes: keyspace events or client-side caches
-        self.waiting: Blocked | None = None
-        """What this client waits for; until then nothing of it is run."""
-        self.close_after_reply = self._ended = False  # the latter: the client has sent its last byte
-        self._may_run = False  # the fast path is open
-        self._is_behind = False  # the transport keeps a rest that the client has not taken
-        self._paused = False  # nothing is run or read for this client until the rest has gone
-        self._stream: Iterator[Reply | Blocked] | None = None  # the rest of a reply that is made as the client takes it
-        self._parser = Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._low_water = LowWater()
-        self._commands = NO_COMMANDS  # parsed and not yet run
-        self._replies: list[Buffer] = []
-        self._lent: list[Lease] = []
-        self._pushes: list[bytes] = []
         self._unsent = bytearray()  # what goes out behind the rest that the transport keeps, in one write
         self._backlog = NO_BACKLOG  # only for transports that copy
         self._lends = server.transport_lends
         self._tiered = server.store.tiering is not None
-        self._checks = None if server.cluster is None else server.cluster.checks
-        self._waiting_for_room = server.admission.queue
 
     # ---- what handlers call --------------------------------------------------------------------------------------
 
@@ -289,6 +271,8 @@ class Session(asyncio.BufferedProtocol):
 
     def finish(self) -> None:
         self.close_after_reply = True
+        if self._holds_back:
+            self._send_held_back()
         if not self._is_behind and self._transport is not None:
             self._transport.close()
 
@@ -345,14 +329,13 @@ class Session(asyncio.BufferedProtocol):
             transport.write(refusal)
             transport.close()
 
-    def buffer_updated(self, nbytes: int) -> None:
-        """Bytes have arrived (or, with 0, the client has caught up): run what they complete and send the replies.
+    def _run(self, nbytes: int) -> None:
+        """Run what `nbytes` that have arrived complete and send the replies: all that `buffer_updated` leaves, which is
+        in _hot.pyx.
 
-        The hot path of the server, in one frame: what is the same for a run of equal commands (which pipelines are) is
-        looked up once, and a run is entered into the statistics as one.
+        In one frame: what is the same for a run of equal commands (which pipelines are) is looked up once, and a run is
+        entered into the statistics as one.
         """
-        self.input_bytes += nbytes
-        self.reads += 1
         replies, checks, serves = self._replies, self._checks, None
         current: Command | None = None
         handler: Handler | None = None  # of `current`, unless its calls go through process_command
@@ -428,11 +411,17 @@ class Session(asyncio.BufferedProtocol):
             if not commands:
                 break
             nbytes = 0
-            if not calls and len(commands) > 1 and self._may_run and checks is None:
-                began_ns = answer_gets(self, commands, replies, began_ns)
             self._commands = iter(commands)
         if calls:
             self.account(current, calls, began_ns)
+        self._end_turn()
+
+    def note_slow(self, args: list[bytes], took_ns: int) -> None:
+        """Tell of a plain command that took longer than the slow log or LATENCY allows."""
+        self.server.note_slow(self, SPELLINGS[args[0]], cast("list[Argument]", args), took_ns)
+
+    def _end_turn(self) -> None:
+        """Send what was gathered, and see what is next."""
         if self.observed and self.server.tracking.changed and not self._paused:
             self.begin_answer()  # caches in broadcast mode are told before the client that wrote hears that it has
             self.server.tracking.deliver()
@@ -796,6 +785,8 @@ class Session(asyncio.BufferedProtocol):
         return b"".join(pushes)
 
     def _send_pushes(self) -> None:
+        if self._holds_back:
+            self._send_held_back()
         self._send(self._take_pushes())
 
     def _check_output_limit(self) -> None:
@@ -823,7 +814,7 @@ class Session(asyncio.BufferedProtocol):
 
     def _open_outgoing(self, transport: asyncio.Transport) -> None:
         """Set up how replies leave by this connection."""
-        self._transport = transport
+        self._transport, self._loop = transport, asyncio.get_running_loop()
         self.encrypted = encrypted = transport.get_extra_info("sslcontext") is not None
         self._lends = self._lends and not encrypted
         if not self._lends:

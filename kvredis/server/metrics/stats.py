@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Final, Protocol
 
+from kvredis.server.protocol._hot import CallTimes
 from kvredis.storage.stats import POWERS, Times
 
 SAMPLES = 16
@@ -22,21 +23,18 @@ ERRORS_MAX = 128
 """Different error codes that are counted by name: Redis' bound on errorstats."""
 
 
-@dataclass(slots=True, kw_only=True)
-class CommandStats(Times):
+class CommandStats(CallTimes):
     """One command's share. `nanoseconds` is the time in its handler and in gathering its reply."""
 
-    calls: int = 0
-    rejected_calls: int = 0
-    """Refused before the handler ran: arity, authentication."""
-    failed_calls: int = 0
-    """Answered with an error by the handler."""
+    __slots__ = ()
 
-    def observe(self, calls: int, nanoseconds: int) -> None:
-        """Enter a run of `calls` >= 1 calls that took so long together."""
-        self.calls += calls
-        self.nanoseconds += nanoseconds
-        self.counts[(nanoseconds // calls).bit_length()] += calls
+    def __init__(self, *, calls: int = 0, nanoseconds: int = 0, rejected_calls: int = 0, failed_calls: int = 0) -> None:
+        super().__init__(nanoseconds)
+        self.calls = calls
+        self.rejected_calls = rejected_calls
+        """Refused before the handler ran: arity, authentication."""
+        self.failed_calls = failed_calls
+        """Answered with an error by the handler."""
 
     def histogram(self) -> list[tuple[int, int]]:
         """(microseconds, calls that took no longer), for every bucket that adds some. The edges are those of Redis,

@@ -322,7 +322,6 @@ class Splicing:
         self._idle: list[Pipe] = []
         self._pipes_in_use = 0
         self.has_ended = False
-        server.store.end_holds = self.collect_some
         self.value_bytes_min = VALUE_BYTES_MIN
         self.mode = "asked"
         """asked: clients that said KV.SPLICE; yes: all on unix sockets; no: none."""
@@ -331,6 +330,7 @@ class Splicing:
         self.holders: dict[Splicer, None] = {}
         """Clients, and those whose connection is gone, with replies that they have not received; who has for longest
         first."""
+        server.store.end_holds, server.store.holders = self.collect_some, self.holders
 
     def set_mode(self, mode: str) -> None:
         """asked, yes or no, from the next reply on."""
@@ -368,7 +368,7 @@ class Splicing:
                 holder.abandon()
         while self._idle:
             self._idle.pop().close()
-        self._server.store.end_holds = lambda: None
+        self._server.store.end_holds, self._server.store.holders = lambda: None, ()
 
     def take_pipe(self, nbytes: int) -> Pipe | None:
         """A pipe for a reply that has lent so many bytes of extents, which are counted as held from now on; None when

@@ -5,19 +5,21 @@ one, the parser asks `open_payload` for a Reservation (client/admission.py grant
 itself as the receive buffer, so the kernel writes the value where it will live. Everything else passes through a small
 scratch buffer. When the client goes before the last byte, the session calls `abandon`, which gives the room back.
 
-Two readers share the work. Small commands, which is what clients mostly send, go through fast_parser.py, many at a
-time; whatever is not plain is read by the parser below, which is the one that knows every rule and error text of Redis
-7.2 (networking.c, processMultibulkBuffer and processInlineBuffer).
+Three readers share the work. _hot.pyx runs the commonest commands where they lie, and splits other small ones, many at
+a time (Reader._take_plain). Whatever is not written as clients write it, or is long, is read by the parser below, which
+is the one that knows every rule and error text of Redis 7.2 (networking.c, processMultibulkBuffer and
+processInlineBuffer).
 """
 
+import sys
 from collections.abc import Callable
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Final, cast
+from typing import Final
 
 from kvredis.storage.entry import SLACK_BYTES, Reservation
 
+from ._hot import NO_SCRATCH, NO_VIEW, Reader
 from .arguments import parse_integer
-from .fast_parser import plain_commands
 from .inline import words_of
 from .request import (
     ARGUMENT_BYTES,
@@ -41,7 +43,6 @@ from .request import (
     OpenPayload,
     ProtocolError,
     QueryBufferLimit,
-    Refused,
 )
 
 STAR, RETURN, NEWLINE = ord("*"), ord("\r"), ord("\n")
@@ -56,9 +57,6 @@ NOTHING: Final[list[list["Argument"]]] = []  # what `take` gives when more bytes
 
 SPARE_MAX: Final = 16
 """Scratches kept for the next clients: to make one may cost more than to read a command."""
-
-NO_SCRATCH: Final = bytearray()
-_NO_VIEW: Final = memoryview(NO_SCRATCH)
 
 
 class Scratches:
@@ -84,7 +82,7 @@ class Scratches:
         return scratch, memoryview(scratch)
 
 
-class Parser:
+class Parser(Reader):
     """One client's requests: receive into `buffer`, tell `take` how much, and `take` on until it gives nothing.
 
     `open_payload(args so far, length)` is asked for each bulk of PAYLOAD_BYTES_MIN or more: a Reservation takes the
@@ -93,11 +91,7 @@ class Parser:
     the loop's other clients.
     """
 
-    __slots__ = (
-        "_after_payload", "_arena_bytes", "_args", "_body", "_body_hold", "_end", "_filled", "_gather_tries",
-        "_gathered", "_held_bytes", "_length", "_open_payload", "_plain", "_remaining", "_scratch",
-        "_scratches", "_start", "_takes_payload", "_view", "authenticated", "bulk_bytes_max", "query_bytes_max",
-    )  # fmt: skip
+    __slots__ = ("_open_payload", "_takes_payload")
 
     def __init__(
         self,
@@ -116,45 +110,6 @@ class Parser:
         self.authenticated = True
         """While False, counts and lengths are held to what an AUTH needs, as Redis does."""
         self._scratches = scratches or Scratches()
-        self._scratch, self._view = NO_SCRATCH, _NO_VIEW
-        self._after_payload = False  # the last command brought a payload, so the next one probably will
-        self._start = 0  # unread bytes of the scratch: [_start, _end)
-        self._end = 0
-        self._gathered = False  # the last command was long, so the next one may be
-        self._gather_tries = 0  # for naught, since the last command
-        self._plain = True  # what the scratch holds has been plain so far
-        self._args: list[Argument] = []
-        self._held_bytes = self._arena_bytes = 0  # of those arguments and the bulk being read; what is in the arena
-        self._remaining = 0  # arguments still missing from the command being read
-        self._length = -1  # of the bulk being read, -1 = its header comes next
-        self._body: memoryview | None = None  # where that bulk is being received, when not in the scratch
-        self._body_hold: Reservation | Refused | None = None
-        self._filled = 0
-
-    def buffer(self, sizehint: int = -1) -> memoryview:
-        """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
-        if self._body is not None:
-            if self._body_hold is REFUSED:
-                if self._scratches.holder is not self:
-                    self._take_scratch()
-                return self._view[: min(SCRATCH_BYTES, self._length + SLACK_BYTES - self._filled)]
-            return self._body[self._filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-            if self._scratches.holder is not self:
-                self._take_scratch()
-            if not self._plain or (len(self._scratch) > SCRATCH_BYTES and not self._gathered):
-                self._renew()
-            return self._view[:HEAD_BYTES] if self._after_payload else self._view
-        if self._end == len(self._scratch):
-            unread = self._end - self._start
-            if unread == len(self._scratch):
-                self._grow(2)
-                self._plain = False
-            else:
-                self._scratch[:unread] = self._scratch[self._start : self._end]
-                self._start, self._end = 0, unread
-        return self._view[self._end :]
 
     def put_by(self, received: int, room_bytes: int = 0) -> bool:
         """Keep what has been received for the next `take`; whether there is more room, which grows to `room_bytes`."""
@@ -163,7 +118,7 @@ class Parser:
             return self._filled < len(self._body)
         self._end += received
         if self._end - self._start == len(self._scratch) < room_bytes:
-            self._grow(4)
+            self._grow(4, room_bytes)
         return self._end - self._start < len(self._scratch)
 
     def take(self, received: int = 0) -> list[list[Argument]]:
@@ -219,9 +174,10 @@ class Parser:
         """Bytes received and not yet made into arguments, and room for more of them; what the arguments take of a
         command that is not complete; and how much of all that lies in the arena. `qbuf`, `qbuf-free` and `argv-mem` of
         CLIENT LIST."""
-        unread = self._end - self._start
-        arguments = self._complete_bytes + ARGUMENT_BYTES * len(self._args)
-        coming = self._length - self._filled if isinstance(self._body_hold, Reservation) else 0
+        read, count, nbytes = self._read_so_far()
+        unread = self._end - self._start - read
+        arguments = self._complete_bytes + nbytes + ARGUMENT_BYTES * (len(self._args) + count)
+        coming = max(0, self._length - self._filled) if isinstance(self._body_hold, Reservation) else 0
         return unread + self._filled, len(self._scratch) - unread, arguments, self._arena_bytes - coming
 
     @property
@@ -237,7 +193,8 @@ class Parser:
     @property
     def missing(self) -> int:
         """Bytes still to come of what is received into a place of its own, most likely the arena; 0 for nothing."""
-        return len(self._body) - self._filled if self._body is not None and self._body_hold is not REFUSED else 0
+        is_received = self._body is not None and self._body_hold is not REFUSED
+        return max(0, self._length + SLACK_BYTES - self._filled) if is_received else 0
 
     @property
     def unfilled(self) -> tuple[Reservation, memoryview] | None:
@@ -259,7 +216,7 @@ class Parser:
         last, scratches.holder = scratches.holder, self
         if last is not None and last._start == last._end and len(last._scratch) == SCRATCH_BYTES:
             scratches.keep(last._scratch)
-            last._scratch, last._view = NO_SCRATCH, _NO_VIEW
+            last._scratch, last._view = NO_SCRATCH, NO_VIEW
         if not self._scratch:
             self._scratch, self._view = scratches.get()
 
@@ -268,7 +225,7 @@ class Parser:
         if self._scratches.holder is self:
             self._scratches.holder = None
         self._scratches.keep(self._scratch)
-        self._scratch, self._view = NO_SCRATCH, _NO_VIEW
+        self._scratch, self._view = NO_SCRATCH, NO_VIEW
 
     # ---- the quick reader ----------------------------------------------------------------------------------------
 
@@ -284,11 +241,10 @@ class Parser:
             return NOTHING
         if scratch[end - 1] != NEWLINE and scratch.find(b"\r\n*", max(start, end - TAIL_BYTES), end) < 0:
             return NOTHING  # the beginning of one large command, most likely with a payload: not worth a try
-        commands, left_bytes, self._plain = plain_commands(bytes(self._view[start:end]))
-        self._start = end - left_bytes
+        commands = self._take_plain()
         self._gather_tries = 0 if commands else self._gather_tries + 1
         self._gathered = end - start > SCRATCH_BYTES and (not commands or len(commands[-1]) >= GATHER_ARGS_MIN)
-        return cast(list[list[Argument]], commands)
+        return commands
 
     def _gathers(self) -> bool:
         """Whether the command at the front of the scratch is long, made of small arguments and not complete yet: then
@@ -441,9 +397,10 @@ class Parser:
         if self._filled < self._length + SLACK_BYTES:
             return False
         assert self._body is not None
+        self._take_overflow()
         # No payload of the arena, so it becomes bytes like every other argument: a copy, of what is large but rare.
         self._args.append(bytes(self._body[: self._length]) if self._body_hold is None else self._body_hold)
-        self._after_payload = self._body_hold is not None
+        self._after_payload = self._body_hold is not None and self._length > SCRATCH_BYTES
         self._gathered = False
         self._body, self._body_hold, self._filled = None, None, 0
         self._remaining -= 1
@@ -461,10 +418,10 @@ class Parser:
         self._start = at + 1
         return list(words_of(line.removesuffix(b"\r")))
 
-    def _grow(self, factor: int) -> None:
+    def _grow(self, factor: int, bytes_max: int = sys.maxsize) -> None:
         """A line longer than the scratch, of which Redis allows 64 KiB, a gathered command, or what is put by."""
         unread = bytes(self._view[self._start : self._end])
-        self._scratch = bytearray(len(self._scratch) * factor)
+        self._scratch = bytearray(min(len(self._scratch) * factor, bytes_max))
         self._scratch[: len(unread)] = unread
         self._view = memoryview(self._scratch)
         self._start, self._end = 0, len(unread)

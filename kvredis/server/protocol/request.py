@@ -43,17 +43,18 @@ OpenPayload: TypeAlias = "Callable[[list[Argument], int], Reservation | Refused 
 # How much the parser takes in at a time, and what it wants to see first: its bounds, each with its reason.
 
 
-SCRATCH_BYTES: Final = 16 * 1024
-"""Size of the receive buffer for commands: what it holds of a payload must be copied out, so it is kept small."""
+SCRATCH_BYTES: Final = 20 * 1024
+"""Size of the receive buffer for commands: what it holds of a payload must be copied out, so it is kept small. A SET of
+16 KiB comes in one receive, which costs more than copying it does."""
 
 HEAD_BYTES: Final = 512
-"""What is offered instead to a client whose last command brought a payload: room for the next one's header and little
-of its bytes. More is offered again as soon as something else comes."""
+"""What is offered instead to a client whose last command brought a payload that is longer than that: room for the next
+one's header and little of its bytes. More is offered again as soon as something else comes."""
 
 LINE_BYTES_MAX: Final = 64 * 1024
 """Redis' PROTO_INLINE_MAX_SIZE: the longest line without a newline."""
 
-PAYLOAD_BYTES_MIN: Final = SCRATCH_BYTES
+PAYLOAD_BYTES_MIN: Final = 16 * 1024
 """Values from this length on may be received into the arena."""
 
 EVIDENCE_FROM_BYTES: Final = 1024 * 1024

@@ -18,7 +18,7 @@ import os
 import socket
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Final, Protocol
@@ -28,12 +28,11 @@ from kvredis.server.commands.registry import Command
 from kvredis.server.net.listeners import Listeners, uid_of
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import Buffer, bulk, error, integer, joined, map_reply
-from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun, extent_length
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, Found, LeaseRun, Place, extent_length
 from kvredis.storage.errors import ArenaError
-from kvredis.storage.lease_many import Found, Place
-from kvredis.storage.memory.copy import NATIVE_WANTED
 from kvredis.storage.store import Store
 
+from ._places import keep, take
 from .lent_memory import LentMemory
 
 # ---- lease table -----------------------------------------------------------------------------------------------------
@@ -41,8 +40,8 @@ from .lent_memory import LentMemory
 # Where a client's leases lie: the replies that say so, and the offsets that it gives back, a run at a time.
 #
 # AttachedClient says what is kept for a client and why; here is its commonest case, leases of blocks at places where
-# the client has no other. All else stops `keep`, or makes `take` leave the whole command alone. Where the
-# extension was built, protocol/_plain.c does the same, in 2.0 us a block (lease and release) instead of 2.7.
+# the client has no other: `keep` and `take` of _places.pyx. All else stops `keep`, or makes `take` leave the whole
+# command alone.
 
 
 class Shared:
@@ -69,58 +68,6 @@ Held = dict[bytes, Place | Shared]
 
 Room = tuple[int, int]
 """How many bytes of the arena, and how many leases, may be kept."""
-
-Keeping = Callable[[Sequence[Found], int, LeaseRun, Held, Room], tuple[bytes, int, int]]
-Taking = Callable[[Sequence[bytes], Held], tuple[list[Place], int] | None]
-
-
-def keep_in_python(found: Sequence[Found], at: int, run: LeaseRun, held: Held, room: Room) -> tuple[bytes, int, int]:
-    """Put the leases of `run` into `held`, from index `at` on, up to the first thing found that is no block, that lies
-    where something is held, or for which there is no room: the replies, the index of that, and their bytes."""
-    replies = []
-    bytes_max, past = room[0], min(len(found), at + room[1])
-    nbytes = 0
-    for index in range(at, past):
-        entry = found[index]
-        if entry is None or isinstance(entry, bytes):
-            past = index
-            break
-        start, length = entry.extent
-        word = b"%d" % (start + PAYLOAD_OFFSET_BYTES)
-        if word in held or not length or nbytes + length > bytes_max:
-            past = index
-            break
-        held[word] = run, index, length
-        nbytes += length
-        replies.append(b"*2\r\n:%b\r\n:%d\r\n" % (word, entry.length))
-    return b"".join(replies), max(past, at), nbytes
-
-
-def take_in_python(words: Sequence[bytes], held: Held) -> tuple[list[Place], int] | None:
-    """Take the leases at `words` out of `held`, and their bytes, one named twice once; None, and nothing is taken, if
-    there is not just one at each."""
-    if set(map(type, map(held.get, words))) - {tuple}:
-        return None
-    places = []
-    for word in words:
-        place = held.pop(word, None)
-        if isinstance(place, tuple):
-            places.append(place)
-    return places, sum([nbytes for _, _, nbytes in places])
-
-
-def _quickest() -> tuple[Keeping, Taking]:
-    """The native ways, if they are there and wanted."""
-    if NATIVE_WANTED:
-        with suppress(ImportError):
-            from kvredis.server.protocol._plain import keep, take
-
-            return keep, take
-    return keep_in_python, take_in_python
-
-
-keep, take = _quickest()
-
 
 LEASE_MS_MAX: Final = 600_000
 """The longest time limit of a lease."""

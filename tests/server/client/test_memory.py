@@ -190,8 +190,8 @@ COPYING_SET = "import kvredis.server.client.admission as c; c.Admission.open_pay
 
 
 COPYING_GET = (
-    "import kvredis.server.commands.strings as s, kvredis.server.protocol.replies as r; "
-    "s._lent = lambda session, lease: (session.hold(lease), r.bulk(bytes(lease.view)))[1]; "
+    "from kvredis.server.client.session import Session; write = Session._write; "
+    "Session._write = lambda self, replies: write(self, [b''.join([bytes(each) for each in replies])]); "
 )
 
 

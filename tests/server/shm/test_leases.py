@@ -6,27 +6,13 @@ from pathlib import Path
 import pytest
 
 from kvredis.server.shm import attach as lane_module
-from kvredis.server.shm import attach as places_module
-from kvredis.storage import lease_many
-from kvredis.storage.entry import INLINE_BYTES_MAX
-from kvredis.storage.lease_many import Place
+from kvredis.storage.entry import INLINE_BYTES_MAX, Place
 from tests.server.lane_client import attached, connected
 from tests.server.live import MIB, LiveServer, pattern, until
 from tests.server.tiered_server import TieredServer, block
 
 OLD, NEW = pattern(2 * MIB, 1), pattern(2 * MIB, 2)
-WAYS = ("native", "python") if lease_many.hold is not lease_many.hold_in_python else ("python",)
 SHARE_USED = "OOM this connection has leased its share of the arena"
-
-
-@pytest.fixture(autouse=True, params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of this with the extensions, where they are built, and without."""
-    if request.param == "python":
-        monkeypatch.setattr(lease_many, "hold", lease_many.hold_in_python)
-        monkeypatch.setattr(lease_many, "end", lease_many.end_in_python)
-        monkeypatch.setattr(places_module, "keep", places_module.keep_in_python)
-        monkeypatch.setattr(places_module, "take", places_module.take_in_python)
 
 
 async def test_a_lease_says_where_the_bytes_are_or_what_they_are_or_that_there_are_none(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.entry import Entry
 from tests.server.feed import request
 from tests.server.live import OOM, Client, until
 from tests.server.tiered_server import SPILL_WAIT_S, TieredServer, block, bulk, info
@@ -58,13 +59,13 @@ async def test_clients_have_room_in_the_order_in_which_they_came(loop: str, live
     await live.connect()
     clients = [await storing(live, ("SET", f"new{turn}", block(f"new{turn}"))) for turn in range(4)]
     came: list[int] = []
-    publish = live.store._publish
+    admit = live.store.policy.admit
 
-    def note(entry, expire_at_ms):  # type: ignore[no-untyped-def]
+    def note(entry: Entry) -> None:
         came.append(int(entry.key[-1:]))
-        publish(entry, expire_at_ms)
+        admit(entry)
 
-    live.store._publish = note  # type: ignore[method-assign]
+    live.store.policy.admit = note  # type: ignore[method-assign]
     live.let_go()
     assert [await client.read_line() for client in clients] == [b"+OK\r\n"] * 4
     assert came == [0, 1, 2, 3]

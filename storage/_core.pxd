@@ -1,0 +1,140 @@
+"""What storage/_core.pyx lends to the server's hot path, which is compiled too: fields and steps without a frame."""
+
+from cpython.long cimport PyLong_AsSsize_t
+from cpython.pythread cimport PyThread_type_lock
+from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
+
+
+cdef enum:
+    PAYLOAD_OFFSET = 512
+
+
+cdef inline Py_ssize_t offset_of(object extent) except -1:
+    assert PyTuple_Check(extent) and PyTuple_GET_SIZE(extent) == 2
+    return PyLong_AsSsize_t(<object> PyTuple_GET_ITEM(extent, 0))
+
+
+cdef inline Py_ssize_t length_of(object extent) except -1:
+    assert PyTuple_Check(extent) and PyTuple_GET_SIZE(extent) == 2
+    return PyLong_AsSsize_t(<object> PyTuple_GET_ITEM(extent, 1))
+
+
+cdef class Times:
+    cdef public long long nanoseconds
+    cdef public list counts
+
+
+cdef class StoreCounts:
+    cdef public long long hits, hit_tokens, misses, created, overwritten, refused, aborted
+    cdef public long long evicted, evicted_bytes, evicted_away, expired, deleted, flushed, leased_bytes, leases_revoked
+    cdef public Times receiving
+
+
+cdef class Lock:
+    cdef PyThread_type_lock held
+    cdef int take(self) except -1
+    cdef int give(self) except -1
+
+
+cdef class Holes:
+    cdef public Py_ssize_t capacity_bytes, free_bytes
+    cdef public dict _by_start, _by_end
+    cdef public list _by_length
+    cdef Py_ssize_t place_of(self, Py_ssize_t length, Py_ssize_t offset) except -1
+    cdef object take(self, Py_ssize_t length)
+    cdef int give(self, object extent) except -1
+    cdef int cut(self, Py_ssize_t hole_start, Py_ssize_t hole_length, Py_ssize_t start, Py_ssize_t length) except -1
+    cdef int add(self, Py_ssize_t start, Py_ssize_t end) except -1
+    cdef int forget_length(self, Py_ssize_t start, Py_ssize_t end) except -1
+
+
+cdef class Entry:
+    cdef public bytes key
+    cdef public object database
+    cdef public Py_ssize_t length
+    cdef public object extent
+    cdef public object value
+    cdef public object record
+    cdef public long long expire_at_ms
+    cdef public long long hits
+    cdef public Py_ssize_t leases
+    cdef public double created_s, accessed_s
+    cdef public object encoding
+    cdef public long long tokens
+    cdef public long long affirmed_turn
+    cdef Py_ssize_t cost(self) except -1
+
+
+cdef class Reservation:
+    cdef public object _store
+    cdef public object extent
+    cdef public bytes key
+    cdef public Py_ssize_t length, space
+    cdef public double made_s
+    cdef public object view_with_slack
+    cdef bint publish(self, long long expire_at_ms) except -1
+    cdef int drop(self) except -1
+
+
+cdef class Lease:
+    cdef object _store
+    cdef public Entry entry
+    cdef public object view
+    cdef int end(self) except -1
+
+
+cdef class LeaseRun:
+    cdef public list entries
+    cdef public double until_s
+
+
+cdef class OneOrder:
+    cdef public object _order, touch
+
+
+cdef class Index:
+    cdef public list spaces, databases
+    cdef public list _buckets
+    cdef Entry find(self, object key, Py_ssize_t space)
+    cdef dict space(self, Py_ssize_t number)
+    cdef Entry enter(self, Entry entry)
+    cdef int leave(self, Entry entry) except -1
+    cdef int end_at(self, Entry entry, long long at_ms, bint leaves) except -1
+    cdef int discard(self, bytes key, Py_ssize_t space) except -1
+
+
+cdef class StoreCore:
+    cdef public object lock, arena, policy, inline_policy, tiering, now_ms, now_s, end_holds, holders
+    cdef public StoreCounts stats
+    cdef public Index index
+    cdef public Holes allocator
+    cdef public object _memory
+    cdef public long long inline_bytes_high, bound_bytes, beside_bytes
+    cdef public long long live_bytes, retired_bytes, reserved_bytes, inline_bytes
+    cdef public long long leases, away, writes, turn, affirmed_turn
+    cdef public bint keep, may_refuse, keep_expired
+    cdef public object unsaved
+    cdef public list journal, _looked_up, _affirmed
+    cdef public Py_ssize_t _put_off_entries
+    cdef public object _limits, _departed
+    cdef Lock guard
+    cdef double now(self) except? -1
+    cdef int touch(self, Entry entry) except -1
+    cdef Entry visible(self, object key, Py_ssize_t space)
+    cdef Entry used(self, object key, Py_ssize_t space)
+    cdef Lease lent(self, Entry entry)
+    cdef int ended(self, Entry entry) except -1
+    cdef int ended_alone(self, Entry entry) except -1
+    cdef int unheld(self, Entry entry) except -1
+    cdef int published(self, Entry entry, long long expire_at_ms) except -1
+    cdef int renumber(self, Entry entry) except -1
+    cdef int removed(self, Entry entry, str why) except -1
+    cdef int retired(self, Entry entry, Entry successor) except -1
+    cdef object fetched(self, object key, Py_ssize_t space)
+    cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare)
+    cdef bint committed(self, Reservation reservation, long long expire_at_ms) except -1
+    cdef int aborted(self, Reservation reservation) except -1
+    cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1
+    cdef Py_ssize_t deleted(self, object keys, Py_ssize_t space) except -1
+    cdef Py_ssize_t affirmed(self, list keys, Py_ssize_t space) except -1
+    cdef int touched(self, list keys, Py_ssize_t space) except -1

@@ -1,0 +1,1040 @@
+# cython: language_level=3, binding=False, nonecheck=True, wraparound=False, cdivision=True
+"""The store's hot core: entries, holds, the index, the accounts, and the steps that each command takes through them.
+
+All of it is Python's to see: `storage/entry.py`, `index.py` and `memory/allocator.py` hand the classes on, `state.py`
+adds to StoreCore what is rare (eviction, tiers, flushes), and `store.py` the other verbs. It is compiled because a SET
+or a GET takes each of these steps once, and as bytecode they took most of its time. Beside each `def` for Python stands
+a `cdef` without a frame for the server's hot path (kvredis/server/protocol/_hot.pyx); there is one body for both.
+
+Nothing here lets the interpreter's lock go, so a step that calls no Python is one step to every other thread. The
+store's own lock is taken all the same where accounts must agree: another thread may stand in the middle of Python.
+"""
+
+from collections import OrderedDict
+from contextlib import suppress
+from time import monotonic
+
+cimport cython
+from cpython.dict cimport PyDict_DelItem, PyDict_SetItem
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.pythread cimport (
+    NOWAIT_LOCK,
+    WAIT_LOCK,
+    PyThread_acquire_lock,
+    PyThread_allocate_lock,
+    PyThread_free_lock,
+    PyThread_release_lock,
+)
+from cpython.ref cimport Py_INCREF
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from .database import SPACES, Database, unplaced
+from .memory.extent import Extent
+from .tensor_facts import LOOKED_AT_BYTES, tokens_of
+
+cdef extern from "Python.h":
+    PyObject *PyDict_GetItemWithError(object, object) except? NULL
+    object PyType_GenericAlloc(PyTypeObject *, Py_ssize_t)
+    void PyTuple_SET_ITEM(object, Py_ssize_t, object)
+    Py_buffer *PyMemoryView_GET_BUFFER(object)
+
+cdef enum:
+    INLINE_MAX = 16 * 1024
+    SLACK = 2
+    OVERHEAD = 256
+    GRAIN = 4096
+    BUCKET_COUNT = 1024
+    LOOKED_AT = 512
+    TIMED_MIN = 256 * 1024
+    LONG_AGO = 1
+
+INLINE_BYTES_MAX = INLINE_MAX
+PAYLOAD_OFFSET_BYTES = PAYLOAD_OFFSET
+SLACK_BYTES = SLACK
+ENTRY_OVERHEAD_BYTES = OVERHEAD
+GRAIN_BYTES = GRAIN
+BUCKETS = BUCKET_COUNT
+TIMED_BYTES_MIN = TIMED_MIN
+LONG_AGO_MS = LONG_AGO
+assert LOOKED_AT_BYTES == LOOKED_AT
+
+NOWHERE = Extent(0, 0)
+cdef object nowhere = NOWHERE
+cdef type extent_type = Extent
+
+
+cdef inline object extent_at(Py_ssize_t offset, Py_ssize_t length):
+    """An Extent, whose own way of being made is Python."""
+    cdef object extent = PyType_GenericAlloc(<PyTypeObject *> extent_type, 2)
+    cdef object first = offset, second = length
+    Py_INCREF(first)
+    PyTuple_SET_ITEM(extent, 0, first)
+    Py_INCREF(second)
+    PyTuple_SET_ITEM(extent, 1, second)
+    return extent
+
+
+cdef inline Py_ssize_t extent_bytes(Py_ssize_t length) noexcept:
+    return (PAYLOAD_OFFSET + length + SLACK + GRAIN - 1) // GRAIN * GRAIN
+
+
+def extent_length(Py_ssize_t length):
+    return extent_bytes(length)
+
+
+cdef inline int bit_length(unsigned long long number) noexcept:
+    cdef int bits = 0
+    while number:
+        bits += 1
+        number >>= 1
+    return bits
+
+
+# ---- counts of times -------------------------------------------------------------------------------------------------
+
+
+cdef class Times:
+    """stats.py says what it counts."""
+
+    def __init__(self, nanoseconds=0, counts=None):
+        self.nanoseconds = nanoseconds
+        self.counts = [0] * 64 if counts is None else counts
+
+    def add(self, double seconds):
+        cdef long long nanoseconds = <long long> (seconds * 1e9) if seconds > 0 else 0
+        cdef int power = bit_length(nanoseconds)
+        self.nanoseconds += nanoseconds
+        self.counts[power] = self.counts[power] + 1
+
+    def reset(self):
+        self.nanoseconds = 0
+        self.counts = [0] * 64
+
+
+cdef class StoreCounts:
+    """What StoreStats counts (stats.py says what each is), and the class's `names` in their order."""
+
+    names = (
+        "hits", "hit_tokens", "misses", "created", "overwritten", "refused", "aborted", "evicted", "evicted_bytes",
+        "evicted_away", "expired", "deleted", "flushed", "leased_bytes", "leases_revoked",
+    )
+
+    def __cinit__(self):
+        self.receiving = Times()
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+
+cdef class Lock:
+    """As threading.Lock, and without a call of Python for steps that are compiled."""
+
+    def __cinit__(self):
+        self.held = PyThread_allocate_lock()
+        if self.held == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        if self.held != NULL:
+            if not PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+                pass  # it ends held: there is none left to wait for it
+            PyThread_release_lock(self.held)
+            PyThread_free_lock(self.held)
+
+    cdef int take(self) except -1:
+        if not PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+            with nogil:
+                PyThread_acquire_lock(self.held, WAIT_LOCK)
+        return 0
+
+    cdef int give(self) except -1:
+        PyThread_release_lock(self.held)
+        return 0
+
+    def acquire(self, bint blocking=True):
+        if not blocking:
+            return PyThread_acquire_lock(self.held, NOWAIT_LOCK) != 0
+        self.take()
+        return True
+
+    def release(self):
+        if PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+            PyThread_release_lock(self.held)
+            raise RuntimeError("release unlocked lock")
+        self.give()
+
+    def locked(self):
+        if PyThread_acquire_lock(self.held, NOWAIT_LOCK):
+            PyThread_release_lock(self.held)
+            return False
+        return True
+
+    def __enter__(self):
+        self.take()
+        return True
+
+    def __exit__(self, kind, error, trace):
+        self.give()
+
+
+# ---- free memory -----------------------------------------------------------------------------------------------------
+
+
+cdef class Holes:
+    """The free holes of an arena: what memory/allocator.py says of taking and giving back, and of nothing else."""
+
+    def __init__(self, Py_ssize_t capacity_bytes):
+        self.capacity_bytes = capacity_bytes
+        self.free_bytes = 0
+        self._by_start = {}
+        self._by_end = {}
+        self._by_length = []
+
+    cdef Py_ssize_t place_of(self, Py_ssize_t length, Py_ssize_t offset) except -1:
+        """Where (length, offset) stands in `_by_length`, or would."""
+        cdef list holes = self._by_length
+        cdef Py_ssize_t low = 0, high = len(holes), middle, here
+        cdef object hole
+        while low < high:
+            middle = (low + high) // 2
+            hole = holes[middle]
+            here = offset_of(hole)
+            if here < length or (here == length and length_of(hole) < offset):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef object take(self, Py_ssize_t length):
+        cdef Py_ssize_t at = self.place_of(length, 0), hole_length, offset
+        if at == len(self._by_length):
+            return None
+        hole_length, offset = self._by_length.pop(at)
+        self.cut(offset, hole_length, offset, length)
+        return extent_at(offset, length)
+
+    cdef int give(self, object extent) except -1:
+        cdef Py_ssize_t start = offset_of(extent), length = length_of(extent), end = start + length, other
+        self.free_bytes += length
+        left = self._by_end.pop(start, None)
+        if left is not None:
+            other = left
+            self.forget_length(other, start)
+            start = other
+        right = self._by_start.pop(end, None)
+        if right is not None:
+            del self._by_end[right]
+            other = right
+            self.forget_length(end, other)
+            end = other
+        self.add(start, end)
+        return 0
+
+    cdef int cut(self, Py_ssize_t hole_start, Py_ssize_t hole_length, Py_ssize_t start, Py_ssize_t length) except -1:
+        cdef Py_ssize_t hole_end = hole_start + hole_length
+        del self._by_start[hole_start]
+        del self._by_end[hole_end]
+        self.free_bytes -= length
+        if start > hole_start:
+            self.add(hole_start, start)
+        if start + length < hole_end:
+            self.add(start + length, hole_end)
+        return 0
+
+    cdef int add(self, Py_ssize_t start, Py_ssize_t end) except -1:
+        first, past = start, end
+        self._by_start[first] = past
+        self._by_end[past] = first
+        self._by_length.insert(self.place_of(end - start, start), (end - start, first))
+        return 0
+
+    cdef int forget_length(self, Py_ssize_t start, Py_ssize_t end) except -1:
+        del self._by_length[self.place_of(end - start, start)]
+        return 0
+
+    def allocate(self, Py_ssize_t length):
+        return self.take(length)
+
+    def free(self, extent):
+        self.give(extent)
+
+    def _cut(self, hole_start, hole_length, start, length):
+        self.cut(hole_start, hole_length, start, length)
+
+    def _forget_length(self, start, end):
+        self.forget_length(start, end)
+
+
+# ---- entries and holds -----------------------------------------------------------------------------------------------
+
+
+@cython.no_gc  # it refers to nothing that refers to it: a million of them are not walked
+cdef class Entry:
+    """entry.py says what an entry is."""
+
+    def __init__(self, bytes key, space, Py_ssize_t length, extent, value):
+        self.key = key
+        self.database = unplaced(space)
+        self.length = length
+        self.extent = extent
+        self.value = value
+
+    @property
+    def space(self):
+        return self.database.number
+
+    @property
+    def is_resident(self):
+        return self.value is not None or self.extent is not nowhere
+
+    @property
+    def tier(self):
+        return "disk" if self.value is None and self.extent is nowhere else "memory"
+
+    @property
+    def memory_bytes(self):
+        return self.cost()
+
+    cdef Py_ssize_t cost(self) except -1:
+        return (length_of(self.extent) if self.value is None else self.length) + len(self.key) + OVERHEAD
+
+
+cdef Entry new_entry(bytes key, Py_ssize_t length, object extent, object value):
+    """An entry that is not in a database before the index has it."""
+    cdef Entry entry = Entry.__new__(Entry)
+    entry.key, entry.length, entry.extent, entry.value = key, length, extent, value
+    return entry
+
+
+class Writer:
+    """A name for type checkers: _core.pyi has the protocol."""
+
+
+class Holder:
+    """As Writer."""
+
+
+cdef class Reservation:
+    """entry.py says what it promises."""
+
+    def __init__(self, store, bytes key, Py_ssize_t space, memory, extent, double made_s=0.0):
+        self._store = store
+        self.made_s = made_s
+        self.key = key
+        self.space = space
+        self.extent = extent
+        self.length = len(memory) - SLACK
+        self.view_with_slack = memory
+
+    @property
+    def view(self):
+        return self.view_with_slack[: self.length]
+
+    @property
+    def offset(self):
+        return None if self.extent is nowhere else offset_of(self.extent) + PAYLOAD_OFFSET
+
+    def shorten(self, Py_ssize_t length):
+        assert 0 <= length <= self.length
+        self.length = length
+
+    def filled(self, start, stop):
+        pass
+
+    cdef bint publish(self, long long expire_at_ms) except -1:
+        store, self._store = self._store, None
+        if store is None:
+            return True
+        if (<StoreCore> store).committed(self, expire_at_ms) if isinstance(store, StoreCore) else store.commit(self, expire_at_ms):
+            return True
+        self._store = store
+        return False
+
+    cdef int drop(self) except -1:
+        store, self._store = self._store, None
+        if isinstance(store, StoreCore):
+            (<StoreCore> store).aborted(self)
+        elif store is not None:
+            store.abort(self)
+        return 0
+
+    def commit(self, expire_at_ms=0):
+        return self.publish(expire_at_ms)
+
+    def abort(self):
+        self.drop()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.abort()  # of what is more than this, its own
+
+
+cdef class Lease:
+    """entry.py says what it promises."""
+
+    def __init__(self, store, Entry entry, view):
+        self._store = store
+        self.entry = entry
+        self.view = view
+
+    @property
+    def key(self):
+        return self.entry.key
+
+    @property
+    def length(self):
+        return self.entry.length
+
+    @property
+    def offset(self):
+        return None if self.entry.extent is nowhere else offset_of(self.entry.extent) + PAYLOAD_OFFSET
+
+    @property
+    def held(self):
+        return self._store is not None
+
+    cdef int end(self) except -1:
+        store, self._store = self._store, None
+        if isinstance(store, StoreCore):
+            (<StoreCore> store).ended_alone(self.entry)
+        elif store is not None:
+            store.release(self.entry)
+        return 0
+
+    def release(self):
+        self.end()
+
+    def revoke(self):
+        if self._store is None:
+            return ()
+        self._store = None
+        with suppress(BufferError):
+            self.view.release()
+        return (self.entry,)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.end()
+
+
+cdef class LeaseRun:
+    """entry.py says what it promises."""
+
+    def __init__(self, list entries, double until_s):
+        self.entries = entries
+        self.until_s = until_s
+
+    @property
+    def held(self):
+        return any(self.entries)
+
+    def revoke(self):
+        entries = tuple(filter(None, self.entries))
+        self.entries[:] = [None] * len(self.entries)
+        return entries
+
+
+# ---- the order of eviction -------------------------------------------------------------------------------------------
+
+
+cdef class OneOrder:
+    """What the policies of one order share (eviction/base.py): an ordered dict with what arrived last at its end."""
+
+    def __init__(self):
+        self._order = OrderedDict()
+
+    def admit(self, entry):
+        self._order[entry] = None
+
+    def restore(self, entry, uses):
+        self._order[entry] = None
+
+    def end_changed(self, entry):
+        pass
+
+    def forget(self, entry):
+        del self._order[entry]
+
+    def others(self):
+        return iter(())
+
+    def spills(self, entry):
+        return True
+
+    def uses(self, entry):
+        return None
+
+    def __len__(self):
+        return len(self._order)
+
+    def __contains__(self, entry):
+        return entry in self._order
+
+
+# ---- the index -------------------------------------------------------------------------------------------------------
+
+
+cdef class Index:
+    """Which key is which entry: index.py says more, and has what SCAN and checks ask."""
+
+    def __init__(self):
+        self.spaces = [{} for _ in range(SPACES)]
+        self.databases = [Database(number) for number in range(SPACES)]
+        self._buckets = [None] * SPACES
+
+    cdef Entry find(self, object key, Py_ssize_t space):
+        cdef PyObject *found = PyDict_GetItemWithError(self.space(space), key)
+        return None if found == NULL else <Entry> found
+
+    cdef dict space(self, Py_ssize_t number):
+        if number < 0 or number >= len(self.spaces):
+            raise IndexError(number)
+        return <dict> self.spaces[number]
+
+    cdef Entry enter(self, Entry entry):
+        cdef Py_ssize_t space = entry.database.number
+        cdef dict keys = self.space(space)
+        cdef PyObject *found = PyDict_GetItemWithError(keys, entry.key)
+        cdef Entry old = None if found == NULL else <Entry> found
+        database = entry.database = self.databases[space]
+        PyDict_SetItem(keys, entry.key, entry)
+        if entry.expire_at_ms:
+            database.ends += 1
+            database.ends_ms += entry.expire_at_ms
+        if old is None:
+            buckets = self._buckets[space]
+            if buckets is None:
+                buckets = self._buckets[space] = [set() for _ in range(BUCKET_COUNT)]
+            (<set> (<list> buckets)[hash(entry.key) & (BUCKET_COUNT - 1)]).add(entry.key)
+        elif old.expire_at_ms:
+            database.ends -= 1
+            database.ends_ms -= old.expire_at_ms
+        return old
+
+    cdef int leave(self, Entry entry) except -1:
+        self.end_at(entry, 0, True)
+        return self.discard(entry.key, entry.database.number)
+
+    cdef int end_at(self, Entry entry, long long at_ms, bint leaves) except -1:
+        if at_ms or entry.expire_at_ms:
+            database = entry.database
+            database.ends += bool(at_ms) - bool(entry.expire_at_ms)
+            database.ends_ms += at_ms - entry.expire_at_ms
+        if not leaves:
+            entry.expire_at_ms = at_ms
+        return 0
+
+    cdef int discard(self, bytes key, Py_ssize_t space) except -1:
+        PyDict_DelItem(self.space(space), key)
+        buckets = self._buckets[space]
+        assert buckets is not None, "a visible key is in a bucket"
+        (<set> (<list> buckets)[hash(key) & (BUCKET_COUNT - 1)]).discard(key)
+        return 0
+
+    def get(self, key, Py_ssize_t space):
+        return self.find(key, space)
+
+    def put(self, Entry entry):
+        return self.enter(entry)
+
+    def remove(self, Entry entry):
+        self.leave(entry)
+
+    def set_end(self, Entry entry, long long at_ms):
+        self.end_at(entry, at_ms, False)
+
+    def rename(self, Entry entry, bytes key, Py_ssize_t space):
+        old_key, old_space = entry.key, entry.database.number
+        self.end_at(entry, 0, True)
+        entry.key, entry.database = key, self.databases[space]
+        replaced = self.enter(entry)
+        self.discard(old_key, old_space)
+        return replaced
+
+
+# ---- the store -------------------------------------------------------------------------------------------------------
+
+
+cdef class StoreCore:
+    """What a command does to the store. StoreState (state.py) says what the fields mean, sets them, and brings what is
+    called by name here: catch_up, place, evict_inline, _fits_inline, remember_expiry, _unload."""
+
+    def __cinit__(self, *args, **kwargs):
+        self.lock = self.guard = Lock()
+        self.holders = ()
+
+    cdef double now(self) except? -1:
+        """`now_s`, which is mostly the system's."""
+        cdef timespec now
+        if self.now_s is monotonic:
+            clock_gettime(CLOCK_MONOTONIC, &now)
+            return now.tv_sec + now.tv_nsec / 1e9
+        return self.now_s()
+
+    cdef int touch(self, Entry entry) except -1:
+        """Tell the order of eviction of a use; KeyError when the entry is not in it."""
+        policy = self.policy if entry.value is None else self.inline_policy
+        if isinstance(policy, OneOrder):
+            (<OneOrder> policy).touch(entry)
+        else:
+            policy.touch(entry)
+        return 0
+
+    # ---- with the lock held ------------------------------------------------------------------------------------------
+
+    cdef Entry visible(self, object key, Py_ssize_t space):
+        cdef Entry entry = self.index.find(key, space)
+        if entry is not None and entry.expire_at_ms and entry.expire_at_ms <= self.now_ms():
+            if not self.keep_expired:
+                self.removed(entry, "expired")
+                self.stats.expired += 1
+            return None
+        return entry
+
+    cdef Entry used(self, object key, Py_ssize_t space):
+        """The entry under `key`, used now, or None: a miss, or a block on disk alone, which is neither hit nor miss.
+
+        This is what a hit does: the order of eviction learns of the lookups that were put off, then of this use; the
+        store and the entry count it; the entry notes the time.
+        """
+        cdef Entry entry = self.index.find(key, space)
+        if entry is None or (entry.expire_at_ms and self.visible(key, space) is None):
+            self.stats.misses += 1
+            return None
+        if entry.value is None and entry.extent is nowhere:
+            return None
+        if self._put_off_entries:
+            self.catch_up()
+        self.stats.hits += 1
+        entry.hits += 1
+        entry.accessed_s = self.now()
+        self.touch(entry)
+        return entry
+
+    cdef Lease lent(self, Entry entry):
+        """A hold on `entry`."""
+        cdef Lease lease = Lease.__new__(Lease)
+        cdef Py_ssize_t start
+        lease.entry = entry
+        if entry.value is not None:
+            lease.view = memoryview(entry.value)
+        else:
+            start = offset_of(entry.extent) + PAYLOAD_OFFSET
+            lease.view = self._memory[start : start + entry.length]
+        lease._store = self
+        entry.leases += 1
+        self.leases += 1
+        return lease
+
+    cdef int ended(self, Entry entry) except -1:
+        entry.leases -= 1
+        self.leases -= 1
+        if not entry.leases:
+            self.unheld(entry)
+        return 0
+
+    cdef int unheld(self, Entry entry) except -1:
+        if self.index.find(entry.key, entry.database.number) is not entry:
+            if entry.database.flushed and entry in (self.policy if entry.value is None else self.inline_policy):
+                return 0  # it is still to be given back
+            if entry.extent is not nowhere:
+                self.retired_bytes -= length_of(entry.extent)
+                self.allocator.give(entry.extent)
+        elif not self.keep and entry.record is not None:
+            self._unload(entry)
+        return 0
+
+    cdef int published(self, Entry entry, long long expire_at_ms) except -1:
+        """Make an entry visible whose bytes are already counted; what it replaces is retired."""
+        cdef Entry old
+        if self._put_off_entries:
+            self.catch_up()
+        if self._departed.turns and self._departed.left_behind(entry.key, entry.database.number, self.turn):
+            expire_at_ms = LONG_AGO
+        entry.expire_at_ms = expire_at_ms
+        entry.created_s = entry.accessed_s = self.now()
+        old = self.index.enter(entry)
+        if old is None:
+            self.stats.created += 1
+        else:
+            self.retired(old, entry)
+            self.stats.overwritten += 1
+        (self.policy if entry.value is None else self.inline_policy).admit(entry)
+        if expire_at_ms:
+            self.remember_expiry(entry)
+        if self.tiering is not None:
+            self.writes += 1
+            self.unsaved[entry] = self.writes
+        if self.journal is not None:
+            self.journal.append(("set", entry.key, entry.database.number))
+        return 0
+
+    cdef int renumber(self, Entry entry) except -1:
+        """Number an entry that was changed anew: a client that changed it waits for it to be on disk, if at all."""
+        if self.tiering is not None and self.unsaved.pop(entry, None) is not None:
+            self.writes += 1
+            self.unsaved[entry] = self.writes
+        return 0
+
+    cdef int removed(self, Entry entry, str why) except -1:
+        self.index.leave(entry)
+        self.retired(entry, None)
+        if self.journal is not None:
+            self.journal.append((why, entry.key, entry.database.number))
+        return 0
+
+    cdef int retired(self, Entry entry, Entry successor) except -1:
+        """Let go of an entry that has just left the index, on disk too, there when its successor has been written."""
+        if self.tiering is not None:
+            self.unsaved.pop(entry, None)
+            if entry.database.flushed:
+                pass  # the disk was cleared, and what is there by now under its name is another's
+            elif successor is None:
+                self.tiering.forget(entry)
+            else:
+                self.tiering.supersede(entry, successor)
+        if entry.extent is nowhere and entry.value is None:
+            self.away -= 1
+            return 0
+        if entry.value is not None:
+            self.inline_policy.forget(entry)
+            self.inline_bytes -= entry.cost()
+            return 0
+        self.policy.forget(entry)
+        self.live_bytes -= length_of(entry.extent)
+        if entry.leases:
+            self.retired_bytes += length_of(entry.extent)
+        else:
+            self.allocator.give(entry.extent)
+        return 0
+
+    def _visible(self, key, Py_ssize_t space):
+        return self.visible(key, space)
+
+    def _hit(self, key, Py_ssize_t space):
+        return self.used(key, space)
+
+    def _lease(self, Entry entry):
+        return self.lent(entry)
+
+    def unhold(self, Entry entry):
+        self.ended(entry)
+
+    def _publish(self, Entry entry, long long expire_at_ms):
+        self.published(entry, expire_at_ms)
+
+    def _renumber(self, Entry entry):
+        self.renumber(entry)
+
+    def _remove(self, Entry entry, str why):
+        self.removed(entry, why)
+
+    def _retire(self, Entry entry, Entry successor=None):
+        self.retired(entry, successor)
+
+    # ---- verbs, which take it ----------------------------------------------------------------------------------------
+
+    cdef int ended_alone(self, Entry entry) except -1:
+        self.guard.take()
+        try:
+            return self.ended(entry)
+        finally:
+            self.guard.give()
+
+    cdef object fetched(self, object key, Py_ssize_t space):
+        """`fetch`: bytes, a Lease or None."""
+        cdef Entry entry = self.index.find(key, space)
+        if entry is not None and entry.value is not None and not (entry.expire_at_ms or self._put_off_entries):
+            # `used` for the commonest case. It needs no lock, because nothing that must add up is changed.
+            value = entry.value
+            try:
+                self.touch(entry)
+            except KeyError:
+                pass  # another thread has just taken the entry away: it was a hit before that
+            self.stats.hits += 1
+            entry.hits += 1
+            entry.accessed_s = self.now()
+            return value
+        self.guard.take()
+        try:
+            entry = self.used(key, space)
+            if entry is None:
+                return None
+            return self.lent(entry) if entry.value is None else entry.value
+        finally:
+            self.guard.give()
+
+    cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare):
+        cdef Reservation reservation
+        cdef Py_ssize_t start
+        extent = None
+        if length < INLINE_MAX:
+            return Reservation(self, key, space, memoryview(bytearray(length + SLACK)), nowhere)
+        if self.holders:
+            self.end_holds()
+        self.guard.take()
+        try:
+            if spare:
+                extent = self.place(extent_bytes(length + spare), drop=drop)
+            if extent is None and not self.bound_bytes:
+                extent = self.allocator.take(extent_bytes(length))
+            if extent is None:
+                extent = self.place(extent_bytes(length), drop=drop)
+            if extent is not None:
+                self.reserved_bytes += length_of(extent)
+            elif drop:
+                self.stats.refused += 1
+        finally:
+            self.guard.give()
+        if self.tiering is not None:
+            self.tiering.make_room(extent_bytes(length), urgent=extent is None)
+        if extent is None:
+            return None
+        reservation = Reservation.__new__(Reservation)
+        start = offset_of(extent) + PAYLOAD_OFFSET
+        reservation.view_with_slack = self.arena.view[start : start + length + SLACK]
+        reservation.key, reservation.space, reservation.length, reservation.extent = key, space, length, extent
+        if length >= TIMED_MIN:
+            reservation.made_s = self.now()
+        reservation._store = self
+        return reservation
+
+    cdef bint committed(self, Reservation reservation, long long expire_at_ms) except -1:
+        cdef Entry entry
+        cdef Py_buffer *bytes_there
+        if reservation.extent is nowhere:
+            # Inline values are bytes objects, which readers can share without a hold: a copy of under 16 KiB.
+            return self.stored(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
+        entry = new_entry(reservation.key, reservation.length, reservation.extent, None)
+        entry.database = unplaced(reservation.space)
+        bytes_there = PyMemoryView_GET_BUFFER(reservation.view_with_slack)
+        if bytes_there.len >= LOOKED_AT and (<const char *> bytes_there.buf)[8] == c"{":
+            entry.tokens = tokens_of(reservation.view_with_slack)
+        self.guard.take()
+        try:
+            self.reserved_bytes -= length_of(entry.extent)
+            self.live_bytes += length_of(entry.extent)
+            self.published(entry, expire_at_ms)
+            if reservation.made_s:
+                self.stats.receiving.add(entry.created_s - reservation.made_s)
+        finally:
+            self.guard.give()
+        if not self.keep and self.tiering is not None:
+            self.tiering.spill([entry])
+        return True
+
+    cdef int aborted(self, Reservation reservation) except -1:
+        self.guard.take()
+        try:
+            self.stats.aborted += 1
+            if reservation.extent is not nowhere:
+                self.reserved_bytes -= length_of(reservation.extent)
+                self.allocator.give(reservation.extent)
+        finally:
+            self.guard.give()
+        return 0
+
+    cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1:
+        """`put`."""
+        cdef Entry entry
+        cdef Reservation reservation
+        if len(value) >= INLINE_MAX:
+            reservation = self.reserved(key, len(value), space, True, 0)
+            if reservation is None:
+                return False
+            reservation.view[:] = value  # the bytes arrived in an object of the caller's, so this copy cannot be spared
+            return reservation.publish(expire_at_ms)
+        self.guard.take()
+        try:
+            entry = self.index.find(key, space)
+            if self.may_refuse and not self._fits_inline(entry, len(key) + len(value)):
+                self.stats.refused += 1
+                return False
+            if (
+                entry is not None
+                and entry.value is not None
+                and entry.record is None
+                and not (expire_at_ms or entry.expire_at_ms or entry.leases)
+            ):
+                # The commonest small write, onto an entry without a hold: it may change.
+                self.inline_bytes += len(value) - entry.length
+                entry.length = len(value)
+                entry.value, entry.hits = value, 0
+                entry.created_s = entry.accessed_s = self.now()
+                self.touch(entry)
+                self.stats.overwritten += 1
+                self.renumber(entry)
+                if self.journal is not None:
+                    self.journal.append(("set", key, space))
+            else:
+                entry = new_entry(key, len(value), nowhere, value)
+                entry.database = unplaced(space)
+                self.inline_bytes += entry.cost()
+                self.published(entry, expire_at_ms)
+            if self.inline_bytes > self.inline_bytes_high:
+                self.evict_inline(entry)
+        finally:
+            self.guard.give()
+        if self.tiering is not None:
+            self.tiering.make_inline_room(entry)
+        return True
+
+    cdef Py_ssize_t deleted(self, object keys, Py_ssize_t space) except -1:
+        """`delete`."""
+        cdef Py_ssize_t count = 0
+        cdef Entry entry
+        self.guard.take()
+        try:
+            for key in keys:
+                entry = self.visible(key, space)
+                if entry is not None:
+                    self.removed(entry, "del")
+                    count += 1
+            self.stats.deleted += count
+        finally:
+            self.guard.give()
+        return count
+
+    cdef Py_ssize_t affirmed(self, list keys, Py_ssize_t space) except -1:
+        """`affirm`."""
+        cdef list found = []
+        cdef Entry entry
+        self.guard.take()
+        try:
+            for key in keys:
+                entry = self.index.find(key, space)
+                if entry is not None:
+                    found.append(entry)
+            if len(self._expiries):
+                with self.now_ms.one_moment():
+                    found = [each for each in found if self.visible((<Entry> each).key, space) is not None]
+            self._put_off(self._affirmed, found)
+            self.affirmed_turn = self.turn
+        finally:
+            self.guard.give()
+        return len(found)
+
+    cdef int touched(self, list keys, Py_ssize_t space) except -1:
+        """`touch`, for keys of which none has an end."""
+        cdef list in_arena = [], inline = []
+        cdef Entry entry
+        self.guard.take()
+        try:
+            if self._put_off_entries or self.tiering is not None:
+                self.catch_up()
+                self._touch_run([entry for key in keys if (entry := self.visible(key, space)) is not None])
+                return 0
+            now_s = self.now()
+            for key in keys:
+                entry = self.visible(key, space)
+                if entry is not None:
+                    entry.accessed_s = now_s
+                    (in_arena if entry.value is None else inline).append(entry)
+            if in_arena:
+                self.policy.touch_run(in_arena)
+            if inline:
+                self.inline_policy.touch_run(inline)
+        finally:
+            self.guard.give()
+        return 0
+
+    def reserve(self, bytes key, Py_ssize_t length, Py_ssize_t space=0, *, bint drop=True, Py_ssize_t spare=0):
+        return self.reserved(key, length, space, drop, spare)
+
+    def commit(self, Reservation reservation, long long expire_at_ms=0):
+        return self.committed(reservation, expire_at_ms)
+
+    def abort(self, Reservation reservation):
+        self.aborted(reservation)
+
+    def put(self, bytes key, bytes value, Py_ssize_t space=0, long long expire_at_ms=0):
+        return self.stored(key, value, space, expire_at_ms)
+
+    def fetch(self, key, Py_ssize_t space=0):
+        return self.fetched(key, space)
+
+    def release(self, Entry entry):
+        self.ended_alone(entry)
+
+    def delete(self, keys, Py_ssize_t space=0):
+        return self.deleted(keys, space)
+
+    def affirm(self, keys, Py_ssize_t space=0):
+        return self.affirmed(list(keys), space)
+
+    def lease(self, key, Py_ssize_t space=0, double limit_s=0.0):
+        cdef Entry entry
+        cdef Lease lease
+        self.guard.take()
+        try:
+            entry = self.used(key, space)
+            if entry is None:
+                return None
+            lease = self.lent(entry)
+            if limit_s:
+                self._limits.add(self.now() + limit_s, lease, self.leases)
+            return lease
+        finally:
+            self.guard.give()
+
+    def lease_run(self, keys, Py_ssize_t space, double limit_s):
+        cdef list found = [], held = []
+        cdef Entry entry
+        cdef double now_s
+        cdef Py_ssize_t count = 0, simple = 0
+        cdef long long nbytes = 0, tokens = 0
+        self.guard.take()
+        try:
+            if self._put_off_entries:
+                self.catch_up()
+            now_s = self.now()
+            touch = self.policy.touch
+            for key in keys:
+                entry = self.index.find(key, space)
+                if entry is None or entry.value is not None or entry.extent is nowhere or entry.expire_at_ms:
+                    entry = self.used(key, space)
+                    if entry is None or entry.value is not None:
+                        found.append(None if entry is None else entry.value)
+                        held.append(None)
+                        continue
+                else:  # `used` for a block of the arena without an end
+                    touch(entry)
+                    entry.hits += 1
+                    entry.accessed_s = now_s
+                    simple += 1
+                entry.leases += 1
+                self.leases += 1
+                nbytes += entry.length
+                tokens += entry.tokens
+                count += 1
+                found.append(entry)
+                held.append(entry)
+            self.stats.hits += simple
+            self.stats.leased_bytes += nbytes
+            self.stats.hit_tokens += tokens
+            run = LeaseRun(held, now_s + limit_s)
+            if count:
+                self._limits.add(run.until_s, run, self.leases)
+            return found, run
+        finally:
+            self.guard.give()
+
+    def end_leases(self, places):
+        cdef Py_ssize_t ended = 0, at
+        cdef LeaseRun run
+        cdef Entry entry
+        self.guard.take()
+        try:
+            for run, at, _ in places:
+                entry = run.entries[at]
+                if entry is not None:
+                    run.entries[at] = None
+                    ended += 1
+                    self.ended(entry)
+            return ended
+        finally:
+            self.guard.give()

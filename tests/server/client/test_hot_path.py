@@ -1,0 +1,234 @@
+"""What plain commands do natively is what they do by the rules: the same replies, figures and order of leaving."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvredis.server.client.session import Session
+from kvredis.server.commands.registry import Command
+from tests.server.feed import request
+from tests.server.live import OOM, LiveServer, run_on, until
+
+KEYS = [b"key:%d" % number for number in range(40)]
+LARGE = b"L" * 20_000
+ROUNDS = 120
+END = request("ECHO", "the end")
+
+
+class Seen(NamedTuple):
+    """What a story has left behind."""
+
+    replies: list[bytes]
+    stats: dict[str, int]
+    duplicates: int
+    calls: dict[str, tuple[int, int, int]]
+    values: dict[bytes, tuple[int, int, int, int]]
+    order: list[bytes]
+    order_of_large: list[bytes]
+    last_command: str
+
+
+def streams(seed: int) -> list[bytes]:
+    """Pipelines, mostly of plain commands, over keys that are small, large, about to end or missing, in two databases;
+    some are broken in the middle, or at the end."""
+    rng = random.Random(seed)
+
+    def key() -> bytes:
+        return rng.choice(KEYS)
+
+    def value() -> bytes:
+        return rng.randbytes(rng.choice([0, 5, 44, 200, 5_000, 16_383, 16_384, 16_385, 40_000, 262_143, 300_000]))
+
+    def few() -> list[bytes]:
+        return [key() for _ in range(rng.randrange(1, 9))]
+
+    plain: list[Callable[[], bytes]] = [
+        *[lambda: request(rng.choice(["GET", "get"]), key())] * 8,
+        *[lambda: request(rng.choice(["SET", "set"]), key(), rng.randbytes(rng.randrange(200)))] * 5,
+        lambda: request("SET", key(), value()),
+        lambda: request("MGET", *few()),
+        lambda: request("mset", *(word for each in few() for word in (each, rng.randbytes(rng.randrange(90))))),
+        lambda: request("MSET", key(), LARGE, key(), "small"),
+        lambda: request("EXISTS", *few()),
+        lambda: request("exists", key()),
+        lambda: request("DEL", *few()),
+        lambda: request("PING"),
+    ]
+
+    def some() -> bytes:
+        return b"".join(rng.choice(plain)() for _ in range(rng.randrange(12)))
+
+    others: list[Callable[[], bytes]] = [
+        lambda: request("SET", key(), "x", "PX", "5000"),
+        lambda: request("SET", key(), LARGE, "PX", "5000"),
+        lambda: request("SELECT", "1") + some() + request("SET", key(), "other") + some() + request("SELECT", "0"),
+        lambda: request("CLIENT", "NO-TOUCH", "ON") + some() + request("CLIENT", "NO-TOUCH", "OFF"),
+        lambda: request("Get", key()),
+        lambda: request("GET", key(), key()) + request("SET", key()) + request("MSET", key()) + request("EXISTS"),
+        lambda: request("PING", "word"),
+        lambda: request("MULTI") + some() + request("EXEC"),
+        lambda: request("CLIENT", "REPLY", "SKIP") + request("GET", key()) * 2,
+        lambda: request("APPEND", key(), "more") + request("GETRANGE", key(), "1", "3"),
+        lambda: request("KV.MATCH", *few()),
+        lambda: b"PING\r\nEXISTS " + key() + b"\r\n",
+        lambda: b"*0\r\n" + request("GET", key()),
+    ]
+    found = [b"".join(request("SET", key, key * 3) for key in KEYS)]
+    for _ in range(ROUNDS):
+        found.append(b"".join(some() + rng.choice(others)() + some() for _ in range(rng.randrange(1, 5))))
+    return found
+
+
+async def story(folder: Path, seed: int) -> Seen:
+    """Play the pipelines of `seed`, cut by chance, and look at what is there then."""
+    rng = random.Random(seed)
+    async with LiveServer(folder) as live:
+        client = await live.connect()
+        replies: list[bytes] = []
+        for number, stream in enumerate(streams(seed)):
+            stream += END
+            at = 0
+            while at < len(stream):
+                past = at + rng.choice([1, 7, 100, 5_000, 16_384, 100_000, 10**7])
+                await client.send_raw(stream[at:past])
+                at = past
+            while replies[-1:] != [b"the end\r\n"]:
+                replies.append(await client.read_line())
+                if replies[-1][:1] == b"$" and replies[-1] != b"$-1\r\n":
+                    replies.append(await client.read(int(replies[-1][1:]) + 2))
+            replies.append(b"and on")
+            live.clock_ms += 500 * (number % 3)
+        store = live.store
+        store.collect_expired()  # which the server's tick may have done or not
+        store.catch_up()
+        store.check_integrity()
+        session = next(iter(live.server.sessions.values()))
+        return Seen(
+            replies,
+            store.stats.as_dict(),
+            live.server.stats.sets_duplicate,
+            {
+                name: (record.calls, record.failed_calls, record.rejected_calls)
+                for name, record in live.server.stats.commands.items()
+            },
+            {
+                key: (entry.length, entry.hits, entry.leases, entry.expire_at_ms)
+                for key, entry in sorted(store.index.spaces[0].items())
+            },
+            [entry.key for entry in store.inline_policy.victims()],
+            [entry.key for entry in store.policy.victims()],
+            session.last_command,
+        )
+
+
+@pytest.fixture
+def by_the_rules() -> Iterator[Callable[[], None]]:
+    """Let sessions take the full path with everything, from when it is called."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def run(session: Session, nbytes: int) -> None:
+            session.input_bytes += nbytes
+            session.reads += 1
+            session._run(nbytes)
+
+        yield lambda: patch.setattr(Session, "buffer_updated", run)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_commands_do_natively_what_they_do_by_the_rules(
+    loop: str, seed: int, tmp_path: Path, by_the_rules: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = []
+    account = Session.account
+
+    def counted(session: Session, command: Command | None, calls: int, began_ns: int) -> int:
+        left.append(calls)
+        return account(session, command, calls, began_ns)
+
+    monkeypatch.setattr(Session, "account", counted)
+    natively = run_on(loop, story(tmp_path, seed))
+    few = sum(left)
+    by_the_rules()
+    assert natively == run_on(loop, story(tmp_path, seed))
+    assert sum(left) - few > few, "too little was done natively for a comparison"
+
+
+async def test_a_run_is_a_later_use_than_a_lookup_that_was_put_off(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    assert await client.ask("MSET", "a", "1", "b", "2", "c", "3") == b"+OK\r\n"
+    assert await client.ask("KV.MATCH", "a", "b", "c") == b":3\r\n"
+    await client.send_raw(2 * request("GET", "c"))
+    assert await client.read(14) == 2 * b"$1\r\n3\r\n"
+    live.store.catch_up()
+    assert [entry.key for entry in live.store.inline_policy.victims()] == [b"b", b"a", b"c"]
+
+
+async def test_an_answer_does_not_wait_for_the_rest_of_the_next_value(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    whole = request("SET", "k", LARGE)
+    await client.send_raw(whole + whole[:5_000])
+    assert await client.read_line() == b"+OK\r\n"
+    await client.send_raw(whole[5_000:] + request("GET", "k"))
+    assert await client.read_line() == b"+OK\r\n"
+    assert await client.read_bulk() == LARGE
+
+
+async def test_what_comes_behind_a_value_does_not_stay_behind_it_in_the_arena(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    secret = request("ECHO", b"only for the server " * 10)
+    whole = request("SET", "k", b"L" * 100_000)
+    await client.send_raw(whole[:50_000])
+    await until(lambda: live.store.reserved_bytes)
+    await client.send_raw(whole[50_000:] + secret)
+    assert await client.read_line() == b"+OK\r\n"
+    assert await client.read_bulk() == b"only for the server " * 10
+    assert b"only for the server" not in bytes(live.store.arena.view)
+
+
+async def test_many_values_of_the_arena_come_in_one_command(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    values = [
+        bytes([65 + number]) * length for number, length in enumerate([5, 16_383, 16_384, 16_385, 99_999, 0, 300_000])
+    ]
+    words = [word for number, value in enumerate(values) for word in (b"k%d" % number, value)]
+    for cut in (10**7, 1_000, 40_000):
+        data = request("MSET", *words) + request("MSET", "a", LARGE, "a", "small")
+        for at in range(0, len(data), cut):
+            await client.send_raw(data[at : at + cut])
+        assert await client.read(10) == b"+OK\r\n" * 2
+        for number, value in enumerate(values):
+            assert await client.get(f"k{number}") == value
+        assert await client.get("a") == b"small"
+    assert live.server.stats.sets_duplicate == 3
+    live.store.check_integrity()
+
+
+async def test_a_client_that_goes_in_the_middle_of_many_values_leaves_nothing_reserved(
+    loop: str, live: LiveServer
+) -> None:
+    other, client = await live.connect(), await live.connect()
+    data = request("MSET", "a", LARGE, "b", LARGE, "c", LARGE)
+    await client.send_raw(data[:50_000])
+    await until(lambda: live.store.reserved_bytes > 2 * len(LARGE))
+    client.close()
+    await until(lambda: not live.store.reserved_bytes)
+    assert await other.ask("EXISTS", "a", "b", "c") == b":0\r\n"
+    live.complaints.clear()
+
+
+async def test_a_value_that_began_to_come_by_the_rules_is_refused_as_others_are(loop: str, live: LiveServer) -> None:
+    other, client = await live.connect(), await live.connect()
+    assert await other.ask("CONFIG", "SET", "maxmemory-policy", "noeviction") == b"+OK\r\n"
+    assert await other.ask("CONFIG", "SET", "maxmemory", "1") == b"+OK\r\n"
+    watching = await live.connect()
+    assert await watching.ask("MONITOR") == b"+OK\r\n"
+    await client.send_raw(request("SET", "k", "a value")[:-4])
+    await until(lambda: any(session.pending_bytes for session in live.sessions()))
+    watching.close()
+    await until(lambda: not live.server.monitors)
+    await client.send_raw(request("SET", "k", "a value")[-4:])
+    assert await client.read_line() == OOM
+    assert live.server.stats.command("set").failed_calls + live.server.stats.command("set").rejected_calls == 1
