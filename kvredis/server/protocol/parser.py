@@ -201,7 +201,7 @@ class Parser(Reader):
         """The room in the arena that is being received into, and what of it is still to be filled."""
         if self._body is None or not isinstance(self._body_hold, Reservation):
             return None
-        return self._body_hold, self._body[self._filled :]
+        return self._body_hold, self._body[self._filled : self._length + SLACK_BYTES]
 
     @property
     def reservations(self) -> list[Reservation]:
