@@ -17,8 +17,11 @@ from typing import cast
 
 import pytest
 
+from kvredis.server.client import session
+from kvredis.server.client.admission import Admission
+from tests.gate import nightly
 from tests.server.certificates import Papers, make_papers
-from tests.server.live import LiveServer, run_test
+from tests.server.live import OPTIONS, LiveServer, run_test
 
 TESTS = Path(__file__).parent
 BOTH_LOOPS = {"server/client/test_session.py", "server/test_server.py", "cli/serve/test_serve.py"}
@@ -26,6 +29,8 @@ BOTH_LOOPS = {"server/client/test_session.py", "server/test_server.py", "cli/ser
 OTHER_PARTS = {"layered", "redis", "RedisCluster"}
 """Of an engine's troubles with what is far away; the gate has them with kvredis and no memory in between."""
 SEEDS = 1
+EAGER_BYTES_MIN = 1000
+"""How much of a value has to be missing for a thread to receive it, where `threads` are many."""
 
 LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "bench/", "cli/", "docs/", "browser/")
 """What takes longest comes first, in this order, so that the processes that share the tests end together."""
@@ -48,6 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def loop(request: pytest.FixtureRequest) -> str:
     """Each event loop by its name: one lends what is written to it, the other copies."""
     return cast(str, request.param)
+
+
+@pytest.fixture(params=[nightly(1), nightly(2), 8])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many `io_threads` each LiveServer has; where there are several, they receive almost all that is a value."""
+    count = cast(int, request.param)
+    monkeypatch.setitem(OPTIONS, "io_threads", count)
+    monkeypatch.setattr(session, "REST_BYTES_MIN", EAGER_BYTES_MIN)
+    monkeypatch.setattr(Admission, "is_busy_beside", lambda self, client: True)
+    return count
 
 
 @pytest.fixture(scope="session")

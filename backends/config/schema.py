@@ -201,8 +201,8 @@ class Config:
         "auto",
         parsers.whole_or("auto", 1, 128),  # Redis' bound
         "N",
-        "threads that send large values when several clients read, and copy long ones out of lent memory, the loop's "
-        "own among them; auto = half of 8 or more processors, 8 at most, else 1",
+        "threads that send and receive large values of several clients at a time, and copy long ones out of lent "
+        "memory, the loop's own among them; auto = half of 8 or more processors, 8 at most, else 1",
     )
     # -- the server: the same-host lane
     lane: str = _server(

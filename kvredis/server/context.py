@@ -38,7 +38,7 @@ from .commands.transactions import mark_changed, mark_flushed, unwatch_all
 from .http.server import HttpServer
 from .metrics.stats import KINDS, NO_LIMIT, Exchanging, ServerStats, Traffic
 from .multipart import Parts
-from .net.io_threads import Senders
+from .net.io_threads import IoPool, Receivers, Senders
 from .net.listeners import Listeners
 from .net.zerocopy import Splicing
 from .options import MIB, ServerOptions
@@ -92,7 +92,9 @@ class Context:
         self.admission: Admission = Admission(self)
         self.parts: Parts = Parts(self)
         self.splicing = Splicing(self)
-        self.senders = Senders(options.io_threads, self.stats)
+        self.io_pool = IoPool(options.io_threads)
+        self.senders = Senders(self.io_pool, self.stats)
+        self.receivers = Receivers(self.io_pool, self.stats)
         self.disk_reads = DiskReads(self)
         self.pause = Pause(self)
         self.client_memory = ClientMemory(self)

@@ -96,7 +96,7 @@ class Server(Context):
         for session in list(self.sessions.values()):
             session.close()
         await asyncio.sleep(0)
-        await self.senders.close()
+        await self.io_pool.close()
         self.splicing.close()
         self.admission.close()
         if self.http is not None:

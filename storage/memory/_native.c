@@ -113,20 +113,16 @@ static void copy_bytes(copier copies, char *destination, const char *source, siz
 
 enum { DIMENSIONS_MAX = 6 };
 
-/* A copy between two arrays of one shape: `run` bytes lie together in both, all else is told by counts and strides in
- * bytes, the outermost first. */
+/* How arrays are copied into others of the same shape: `run` bytes lie together in both, all else is told by counts and
+ * strides in bytes, the outermost first. */
 struct strided {
-    char *to;
-    const char *from;
     size_t run;
     int dimensions;
     Py_ssize_t counts[DIMENSIONS_MAX], to_strides[DIMENSIONS_MAX], from_strides[DIMENSIONS_MAX];
 };
 
-static void copy_runs(copier copies, const struct strided *told) {
+static void copy_runs(copier copies, const struct strided *told, char *to, const char *from) {
     Py_ssize_t at[DIMENSIONS_MAX] = {0};
-    char *to = told->to;
-    const char *from = told->from;
     for (;;) {
         if ((uintptr_t)to % LINE_BYTES) memcpy(to, from, told->run);
         else copies(to, from, told->run);
@@ -141,7 +137,6 @@ static void copy_runs(copier copies, const struct strided *told) {
         to += told->to_strides[dimension];
         from += told->from_strides[dimension];
     }
-    fence();
 }
 
 static int read_sizes(PyObject *given, int count, Py_ssize_t *found) {
@@ -156,17 +151,31 @@ static int read_sizes(PyObject *given, int count, Py_ssize_t *found) {
     return 0;
 }
 
-/* Arguments: two addresses, the bytes of a run, counts, both arrays' strides, and which of WAYS. The caller keeps both
- * arrays, which do not overlap, and knows that all that is told lies within them. */
+/* The addresses of a list; NULL with an exception set. */
+static void **read_addresses(PyObject *list, Py_ssize_t count) {
+    void **found = PyMem_Malloc((size_t)count * sizeof *found + 1);
+    if (found == NULL) return PyErr_NoMemory(), NULL;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        found[at] = PyLong_AsVoidPtr(PyList_GET_ITEM(list, at));
+        if (found[at] == NULL && PyErr_Occurred()) {
+            PyMem_Free(found);
+            return NULL;
+        }
+    }
+    return found;
+}
+
+/* Arguments: where arrays begin and where those to be copied into them do, as lists of one length; the bytes of a run,
+ * counts, both arrays' strides, and which of WAYS. The caller keeps all arrays, of which no two overlap, and knows that
+ * all that is told lies within them. */
 static PyObject *copy_strided(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
-    if (count != 7 || !PyTuple_Check(args[3]) || PyTuple_GET_SIZE(args[3]) > DIMENSIONS_MAX) {
+    if (count != 7 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || !PyTuple_Check(args[3]) ||
+        PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1]) || PyTuple_GET_SIZE(args[3]) > DIMENSIONS_MAX) {
         PyErr_SetString(PyExc_TypeError, "copy_strided(to, from, run, counts, to_strides, from_strides, way)");
         return NULL;
     }
     struct strided told = {.dimensions = (int)PyTuple_GET_SIZE(args[3])};
-    told.to = PyLong_AsVoidPtr(args[0]);
-    told.from = PyLong_AsVoidPtr(args[1]);
     told.run = PyLong_AsSize_t(args[2]);
     long way = PyLong_AsLong(args[6]);
     if (PyErr_Occurred() || read_sizes(args[3], told.dimensions, told.counts) < 0 ||
@@ -179,10 +188,17 @@ static PyObject *copy_strided(PyObject *module, PyObject *const *args, Py_ssize_
     }
     for (int at = 0; at < told.dimensions; at++)
         if (told.counts[at] <= 0) Py_RETURN_NONE;
-    Py_BEGIN_ALLOW_THREADS
-    copy_runs(WAYS[way].copies, &told);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    Py_ssize_t arrays = PyList_GET_SIZE(args[0]);
+    void **to = read_addresses(args[0], arrays), **from = to == NULL ? NULL : read_addresses(args[1], arrays);
+    if (from != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t at = 0; at < arrays; at++) copy_runs(WAYS[way].copies, &told, to[at], from[at]);
+        fence();
+        Py_END_ALLOW_THREADS
+    }
+    PyMem_Free(to);
+    PyMem_Free(from);
+    return from == NULL ? NULL : Py_NewRef(Py_None);
 }
 
 /* Arguments: destination, source and which of WAYS. */

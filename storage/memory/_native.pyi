@@ -7,8 +7,8 @@ from _typeshed import ReadableBuffer, WriteableBuffer
 def addresses(views: Sequence[ReadableBuffer], /) -> list[int]: ...
 def copy(destination: WriteableBuffer, source: ReadableBuffer, way: int, /) -> None: ...
 def copy_strided(
-    to: int,
-    source: int,
+    to: list[int],
+    source: list[int],
     run: int,
     counts: tuple[int, ...],
     to_strides: tuple[int, ...],

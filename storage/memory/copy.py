@@ -101,22 +101,23 @@ def copy(destination: "WriteableBuffer", source: "ReadableBuffer", kind: str = K
             writable[:] = readable
 
 
-class Strided(NamedTuple):
-    """One side of `copy_strided`: where it begins, and the strides of all but the last dimension, in bytes."""
+class Strides(NamedTuple):
+    """How arrays are copied into others of the same shape: `counts` of all dimensions but the last, of which `run`
+    bytes lie together in both, and both arrays' strides in bytes."""
 
-    address: int
-    strides: tuple[int, ...]
+    counts: tuple[int, ...]
+    run: int
+    to: tuple[int, ...]
+    source: tuple[int, ...]
 
 
-def copy_strided(destination: Strided, source: Strided, counts: tuple[int, ...], run: int) -> None:
-    """Copy an array into another one of the same shape, without the interpreter lock: `counts` of all dimensions but
-    the last, of which `run` bytes lie together in both. The first dimensions change slowest, so the destination's
-    largest strides come first. The caller holds both, and they do not overlap. Six dimensions at most; TypeError
-    for more. To be called where COPIES_STRIDED says so.
+def copy_strided(to: list[int], source: list[int], strides: Strides) -> None:
+    """Copy arrays into as many others, each told by where it begins, without the interpreter lock. The first
+    dimensions change slowest, so the largest strides come first. The caller holds all arrays, of which no two overlap.
+    Six dimensions at most; TypeError for more, and for lists of two lengths. To be called where COPIES_STRIDED says so.
 
-    One thread does it: torch shares such a copy among OpenMP's threads and waits for all of them, 24 times a block for
-    a model of 12 layers, which takes as long as the busiest processor lets it.
+    One thread does it: torch shares each such copy among OpenMP's threads and waits for all of them, once or twice a
+    layer, which takes as long as the busiest processor lets it.
     """
-    _native.copy_strided(
-        destination.address, source.address, run, counts, destination.strides, source.strides, _WAYS[KIND]
-    )
+    counts, run, to_strides, source_strides = strides
+    _native.copy_strided(to, source, run, counts, to_strides, source_strides, _WAYS[KIND])

@@ -8,6 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tests.fuzz.served import ServedProcess
 from tests.gate import nightly
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern
+
+pytestmark = pytest.mark.usefixtures("threads")
 
 CLIENTS = 1000
 IDLE = 10_000
@@ -50,10 +53,10 @@ class Caller:
     def ask(self, data: bytes, length: int) -> bytes:
         """Send, and read so many bytes."""
         self.socket.sendall(data)
-        answer = b""
+        answer = bytearray()
         while len(answer) < length and (piece := self.socket.recv(length - len(answer))):
             answer += piece
-        return answer
+        return bytes(answer)
 
     def ping(self) -> bool:
         """Whether it is answered."""
@@ -115,6 +118,32 @@ def test_a_thousand_clients_at_once_each_read_their_own_bytes(loop: str, tmp_pat
         state = served.ask()
         assert state["keys"] == CLIENTS
         assert (state["leases"], state["reserved"], state["retired"]) == (0, 0, 0)
+
+
+def test_others_are_answered_while_eight_clients_store_large_values(loop: str, tmp_path: Path) -> None:
+    """Which are what was sent, though a thread may have received any of them."""
+    values = [pattern(32 * MIB, number) for number in range(8)]
+
+    def store(caller: Caller, number: int) -> bytes:
+        return b"".join(caller.ask(request("SET", f"k{number}", values[number]), 5) for _ in range(2))
+
+    with (
+        ServedProcess(tmp_path, loop, arena_mib=8 * 33 * 4) as served,
+        crowd_of(served, 9) as (other, *crowd),
+        ThreadPoolExecutor(len(crowd)) as pool,
+    ):
+        storing = [pool.submit(store, caller, number) for number, caller in enumerate(crowd)]
+        answers_s = []
+        while not all(each.done() for each in storing):
+            began_s = time.monotonic()
+            assert other.ping()
+            answers_s.append(time.monotonic() - began_s)
+        assert [each.result() for each in storing] == 8 * [2 * b"+OK\r\n"]
+        assert len(answers_s) > 8
+        assert max(answers_s) < PATIENCE_S / 4
+        for number, caller in enumerate(crowd):
+            head = b"$%d\r\n" % (32 * MIB)
+            assert caller.ask(request("GET", f"k{number}"), len(head) + 32 * MIB + 2) == head + values[number] + b"\r\n"
 
 
 async def test_three_hundred_slow_lorises_are_served_and_keep_no_client_waiting(loop: str, tmp_path: Path) -> None:

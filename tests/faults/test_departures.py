@@ -9,6 +9,8 @@ from tests.faults.states import ARENA_BYTES, BIG, KEY, NEW, OLD, SET_NEW, STATES
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 WAYS = ("killed", "closed", "reset")
 
 
@@ -39,7 +41,7 @@ async def test_a_client_that_vanishes_leaves_nothing_behind(loop: str, state: st
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
         client.reset() if way == "reset" else client.close()
-    await until(lambda: len(live.sessions()) == 1)
+    await until(lambda: len(live.sessions()) == 1 and not live.server.io_pool.under_way)
     store, server = live.store, live.server
     assert (store.leases, store.reserved_bytes, store.retired_bytes) == (0, 0, 0)
     assert store.used_bytes == used
@@ -76,7 +78,7 @@ async def test_what_was_sent_whole_is_answered_and_the_rest_undone(loop: str, cu
     client.half_close()
     answer = await client.read_all()
     assert answer == b"+PONG\r\n" * 3 + b"+OK\r\n$300000\r\n" + OLD + b"\r\n"
-    await until(lambda: len(live.sessions()) == 1)
+    await until(lambda: len(live.sessions()) == 1 and not live.server.io_pool.under_way)
     assert live.store.reserved_bytes == 0
     assert await keeper.get("n") == b"1"
     assert await keeper.get(KEY) == OLD
@@ -102,7 +104,7 @@ async def test_a_transaction_that_was_begun_and_not_executed_is_undone(loop: str
     await client.send_raw(request("MULTI") + SET_NEW)
     client.half_close()
     assert await client.read_all() == b"+OK\r\n+QUEUED\r\n"
-    await until(lambda: len(live.sessions()) == 1)
+    await until(lambda: len(live.sessions()) == 1 and not live.server.io_pool.under_way)
     assert live.store.reserved_bytes == 0
     assert await keeper.get(KEY) == OLD
 

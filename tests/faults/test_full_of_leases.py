@@ -9,6 +9,8 @@ from tests.faults.clients import standing_at
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 VALUE_BYTES = 3 * MIB - 8192
 """More than a socket takes in, so that a reader who is deaf keeps its lease; five fit into the arena."""
 

@@ -15,6 +15,8 @@ from tests.faults.clients import last_words
 from tests.server.feed import request
 from tests.server.live import MIB, Client, LiveServer, pattern, run_on, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 load_families()
 
 INTERNAL_ERROR = b"-ERR internal error\r\n"

@@ -11,6 +11,8 @@ from tests.faults.clients import last_words, sending, standing_at
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 FULL = b"-ERR max number of clients reached\r\n"
 
 
@@ -170,7 +172,7 @@ async def test_a_value_that_stops_coming_is_given_up_and_a_slow_one_is_not(loop:
                 await asyncio.sleep(0)
             live.server.admission.give_up_stalled()
         assert await last_words(stalled) == b""
-        await until(lambda: len(live.sessions()) == 2)
+        await until(lambda: len(live.sessions()) == 2 and not live.server.io_pool.under_way)
         await slow.send_raw(sent[MIB // 4 + 600_000 :])
         assert await slow.read_line() == b"+OK\r\n"
         assert await other.get("k") == value
@@ -212,6 +214,7 @@ async def test_a_client_that_waits_for_a_turn_gets_it_when_those_before_are_done
                 live.server.admission.give_up_stalled()
             for _ in range(20):
                 await asyncio.sleep(0)
+            await until(lambda: not live.server.io_pool.under_way)
         assert await patient.read_line() == b"+OK\r\n"
         assert await patient.get("mine") == pattern(2 * MIB, 7)
         live.complaints.clear()

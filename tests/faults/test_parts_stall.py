@@ -14,6 +14,8 @@ from tests.server.live import MIB, OOM, LiveServer, pattern, until
 from tests.server.tiered_server import TieredServer, block, info
 from tests.server.tiering.test_stores import fill, storing
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 ARENA = 16 * MIB
 LENGTH = 2 * MIB
 KIB64 = 64 * 1024
@@ -107,7 +109,7 @@ async def test_a_part_that_stops_coming_ends_its_client_and_with_it_all_it_reser
         assert part.id == int(number)
         assert live.store.reserved_bytes >= LENGTH, "as long as the kernel may write there it is not given away"
         assert await client.read_all() == b""
-        await until(lambda: not live.server.sessions)
+        await until(lambda: not (live.server.sessions or live.server.io_pool.under_way))
         assert (live.store.reserved_bytes, len(live.server.parts), live.server.admission.given_up) == (0, 0, 1)
         live.store.check_integrity()
         live.complaints.clear()

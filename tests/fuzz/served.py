@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvredis.server.server import Server, ServerOptions
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
-from tests.server.live import LOOPS
+from tests.server.live import LOOPS, OPTIONS
 from tests.storage.small_store import keys_in
 
 ROOT: Final = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ class ServedProcess:
 
     def __init__(self, folder: Path, loop: str, arena_mib: int = 64, **options: Any) -> None:
         self.unixsocket = str(folder / "served.sock")
-        options = {"port": 0, "unixsocket": self.unixsocket, **options}
+        options = {**OPTIONS, "unixsocket": self.unixsocket, **options}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.served", loop, str(arena_mib), json.dumps(options)],
             cwd=ROOT,

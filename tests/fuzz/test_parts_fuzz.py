@@ -18,6 +18,8 @@ from tests.fuzz.corpus import Line, payload, session
 from tests.fuzz.mutator import cuts, mutate
 from tests.server.live import MIB, LiveServer, pattern, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 CASES: Final = 150
 LENGTHS: Final = (0, 5, 16_383, 16_384, 40_000, 300_000)
 PIECES: Final = (0, 1, 100, 16_381, 16_382, 16_383, 16_384, 30_000, 100_000)

@@ -10,6 +10,8 @@ from _pytest.mark import ParameterSet
 from tests.fuzz.socket_run import run_process_cases, run_socket_cases
 from tests.fuzz.strangers import PROFILES
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 CASES = 625
 """By loop and setting: 5,000 in all."""
 

@@ -25,6 +25,8 @@ T = TypeVar("T")
 LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 LIMIT_S: Final = 20
 MIB: Final = 1024 * 1024
+OPTIONS: Final[dict[str, Any]] = {"port": 0}
+"""What each server has that is told nothing else."""
 OOM: Final = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 
 
@@ -153,7 +155,7 @@ class LiveServer:
     no error may have been logged."""
 
     def __init__(self, folder: Path, arena_bytes: int = 16 * MIB, **options: Any) -> None:
-        options = {"port": 0, "unixsocket": str(folder / "kvredis.sock"), **options}
+        options = {**OPTIONS, "unixsocket": str(folder / "kvredis.sock"), **options}
         self.clock_ms = 1_700_000_000_000
         self.store = Store(Arena.create(arena_bytes, HugepageMode.OFF), clock_ms=lambda: self.clock_ms)
         self.server = Server(self.store, ServerOptions(**options))

@@ -9,6 +9,8 @@ from kvredis.server.client.session import REPLY_BYTES_HIGH
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 LARGE = 32 * MIB
 RECEIVE_BYTES = 16 * 1024
 

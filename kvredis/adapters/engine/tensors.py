@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvredis.storage.errors import LayoutError
-from kvredis.storage.memory.copy import COPIES_STRIDED, Strided, copy_strided
+from kvredis.storage.memory.copy import COPIES_STRIDED, Strides, copy_strided
 
 from .layout import ChunkLayout
 
@@ -193,26 +193,34 @@ def scatter(block: torch.Tensor, out: KV, start: int, tokens: slice = slice(None
 
 def _copy(to: torch.Tensor, given: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy all of one tensor into another of its shape and dtype; on a CPU by our own copy where both allow it."""
-    if (
+    strides = strides_of(to, given)
+    if strides is not None:
+        copy_strided([to.data_ptr()], [given.data_ptr()], strides)
+        return
+    to, given = in_words(to, given)
+    to.copy_(given, non_blocking=non_blocking)
+
+
+def strides_of(to: torch.Tensor, given: torch.Tensor) -> Strides | None:
+    """How our own copy goes from one tensor to another of its shape and dtype; None where torch's has to be taken."""
+    if not (
         COPIES_STRIDED
         and to.device.type == given.device.type == "cpu"
         and to.stride(-1) == given.stride(-1) == 1
         and to.shape == given.shape
         and to.dtype == given.dtype  # our copy trusts both; torch raises for what does not fit
     ):
-        size, run = to.itemsize, to.shape[-1]
-        order = sorted(range(to.ndim - 1), key=given.stride, reverse=True)  # read as it lies: writes are streamed
-        while order and to.stride(order[-1]) == given.stride(order[-1]) == run:
-            run *= to.shape[order.pop()]
-        copy_strided(
-            Strided(to.data_ptr(), tuple(to.stride(at) * size for at in order)),
-            Strided(given.data_ptr(), tuple(given.stride(at) * size for at in order)),
-            tuple(to.shape[at] for at in order),
-            run * size,
-        )
-        return
-    to, given = in_words(to, given)
-    to.copy_(given, non_blocking=non_blocking)
+        return None
+    size, run = to.itemsize, to.shape[-1]
+    order = sorted(range(to.ndim - 1), key=given.stride, reverse=True)  # read as it lies: writes are streamed
+    while order and to.stride(order[-1]) == given.stride(order[-1]) == run:
+        run *= to.shape[order.pop()]
+    return Strides(
+        tuple(to.shape[at] for at in order),
+        run * size,
+        tuple(to.stride(at) * size for at in order),
+        tuple(given.stride(at) * size for at in order),
+    )
 
 
 def in_words(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

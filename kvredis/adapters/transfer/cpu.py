@@ -1,4 +1,4 @@
-"""Chunks between an engine's pages on the CPU and host memory: one index operation a layer, in the caller's thread."""
+"""Chunks between an engine's pages on the CPU and host memory: one copy of our own a chunk, in the caller's thread."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

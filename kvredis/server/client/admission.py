@@ -274,6 +274,11 @@ class Admission:
         """How many clients hold room for values that are not complete."""
         return sum(bool(session.reservations) for session in self._receiving)
 
+    def is_busy_beside(self, session: Client) -> bool:
+        """Whether other values are coming in than this client's."""
+        own = sum(reservation.extent.length for reservation in session.reservations)
+        return self._store.reserved_bytes > own + self._server.parts.held_by(session)
+
     def tables(self) -> tuple[Collection[Client], ...]:
         """Who waits for its turn, whose turn it is, whose connection is listened to for signs, and who receives: while
         the first three are empty, a value may come in that is within the share of all."""
@@ -426,6 +431,7 @@ class Admission:
 
     def _judge(self, session: Client, entry: _Receiving, now_s: float) -> None:
         """Note what a client that has room has sent, or close it."""
+        session.count_received()
         sent_bytes = session.input_bytes - entry.received_bytes
         on_trial = bool(entry.trial_until_s and self.queue)
         limit_s = self._server.body_timeout_s

@@ -247,6 +247,9 @@ class Client(Protocol):
     def may_be_idle(self) -> bool:
         """Whether a client that says nothing for long may be taken for forgotten."""
 
+    def count_received(self) -> None:
+        """Count in `input_bytes` what a thread has received by now, if one does."""
+
     def rest(self) -> None:
         """Take what lies unread below the low water mark: called about once a second, and when the client has sent its
         last byte."""

@@ -20,7 +20,8 @@ further command and reads nothing, which bounds what a slow reader can hold. Onl
 
 On unix sockets a large reply may go around the transport (net/zerocopy.py), whose buffer is empty then; a rest that the
 socket does not take pauses the session in the same way, and its leases outlast even the socket's taking. On all but TLS
-a thread may send it (net/io_threads.py) while another client is behind with its own; that pauses the session as well.
+a thread may send it (net/io_threads.py) while another client is behind with its own; that pauses the session as well. A
+thread may also receive the rest of a long value; then the transport reads nothing until the thread is done.
 
 More than 800 lines: receiving, running and sending are one state machine. Each step looks at what the others have left
 (a reply that waits, a client that is behind, a lease that goes out), and `_run` goes through all in one frame.
@@ -42,7 +43,7 @@ from kvredis.server.commands.client import describe
 from kvredis.server.commands.registry import SPELLINGS, Command, Handler, takes_payload
 from kvredis.server.context import Context
 from kvredis.server.metrics.stats import NO_LIMIT
-from kvredis.server.net.io_threads import Sending
+from kvredis.server.net.io_threads import REST_BYTES_MIN, Receiving, Sending
 from kvredis.server.net.listeners import address_of, unix_name
 from kvredis.server.net.rcvlowat import LowWater
 from kvredis.server.net.zerocopy import Splicer, peer_pid
@@ -101,6 +102,9 @@ class Session(HotSession, asyncio.BufferedProtocol):
     refused = b""  # the error for the command being read, if a payload of it could not be taken
     sending: Sending | None = None
     """What a thread sends for this client."""
+    receiving: Receiving | None = None
+    """What a thread receives for this client."""
+    _left_bytes = 0  # with less missing, the value is one that a thread has left to the loop
     _splicer: Splicer | None = None
     _paused_since_s = 0.0
     _behind_since_s: float | None = None  # since when there has been a rest, whatever was taken of it since
@@ -191,9 +195,11 @@ class Session(HotSession, asyncio.BufferedProtocol):
 
     @property
     def pending_bytes(self) -> int:
+        self.count_received()
         return self._parser.pending_bytes
 
     def held(self) -> Held:
+        self.count_received()
         parser, queued = self._parser, self.transaction
         unread, free, argv, in_arena = parser.memory()
         if self._paused or self.waiting is not None:
@@ -443,10 +449,13 @@ class Session(HotSession, asyncio.BufferedProtocol):
             self._hang_up()
         if self._waiting_for_room:
             self.server.admission.admit()
-        self._low_water.expect(self._parser.missing)
+        missing = self._parser.missing
+        if missing < REST_BYTES_MIN or not self._receive_elsewhere(missing):
+            self._low_water.expect(missing)
 
     def rest(self) -> None:
-        self._low_water.expect(0)
+        if self.receiving is None:  # else the mark is the thread's
+            self._low_water.expect(0)
         if self._is_behind:
             self._check_output_limit()  # whose soft limit is one of time
         if self._parser.rest() and not self._paused:
@@ -465,7 +474,8 @@ class Session(HotSession, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End every hold of a connection that is gone, whatever state it was in."""
-        self._parser.abandon()  # with its callback, the cycle that would leave this to the collector
+        # With its callback, the cycle that would leave this to the collector.
+        self._parser.abandon(keep=None if self.receiving is None else self.receiving.hold)
         self.give_back([arg for args in self._commands for arg in args])
         if self.transaction is not None:
             self.transaction.discard()
@@ -488,10 +498,14 @@ class Session(HotSession, asyncio.BufferedProtocol):
             return
         if reply:
             self._replies += [reply] if isinstance(reply, bytes) else reply
-        if self._paused or (self._stream is not None and not self._pump()):
+        if self._paused or self.receiving is not None or (self._stream is not None and not self._pump()):
             return
-        self.buffer_updated(0)
-        if not self._paused and self.waiting is None:
+        self._run_on(0)
+
+    def _run_on(self, received: int) -> None:
+        """Run what is there with so many bytes more, and read on, unless the client has to wait."""
+        self.buffer_updated(received)
+        if not self._paused and self.waiting is None and self.receiving is None:
             self._resume_reading()
 
     def _open_payload(self, args: list[Argument], length: int) -> Room | None:
@@ -500,6 +514,47 @@ class Session(HotSession, asyncio.BufferedProtocol):
         if isinstance(room, Blocked):
             self.waiting = room
         return room
+
+    def _receive_elsewhere(self, missing: int) -> bool:
+        """Have a thread receive what is missing of a value, if that is possible and worth it: another client's value
+        moves too."""
+        if self.receiving is not None:
+            return True
+        if missing < self._left_bytes:  # the same value's as last time
+            self._left_bytes = missing + 1
+            return False
+        self._left_bytes = 0
+        server, transport, unfilled = self.server, self._transport, self._parser.unfilled
+        if not server.io_pool.has_room or unfilled is None or transport is None or transport.is_closing():
+            return False
+        if self._paused or self.waiting is not None or self.close_after_reply:
+            return False
+        if not (server.receivers.comes_beside(self) or server.senders.behind or server.admission.is_busy_beside(self)):
+            return False
+        self._low_water.expect(0)
+        if not server.receivers.begin(self, *unfilled):
+            return False
+        transport.pause_reading()
+        return True
+
+    def count_received(self) -> None:
+        if self.receiving is not None:
+            nbytes = self.receiving.uncounted()
+            self.input_bytes += nbytes
+            self._parser.put_by(nbytes)
+
+    def received(self, receiving: Receiving) -> None:
+        """The thread is done."""
+        self.receiving = None
+        if self._transport is None:  # the connection has gone before it
+            receiving.hold.abort()
+            self.server.admission.admit()
+        elif receiving.has_failed:
+            self.close()
+        elif not self._transport.is_closing():
+            nbytes = receiving.uncounted()
+            self._left_bytes = self._parser.missing - nbytes + 1  # if the thread has left a rest, that is the loop's
+            self._run_on(nbytes)
 
     # ---- commands in, replies out --------------------------------------------------------------------------------
 
@@ -796,6 +851,8 @@ class Session(HotSession, asyncio.BufferedProtocol):
             self._release()
         else:
             self.sending.end()  # its leases end with it
+        if self.receiving is not None:
+            self.receiving.end()  # its room is given back then
         self._backlog = NO_BACKLOG
         self._unsent.clear()
         self._pushes.clear()

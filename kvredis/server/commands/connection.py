@@ -242,6 +242,6 @@ def _introduction(session: Caller) -> Reply:
         (bulk("role"), bulk("master")),
         (bulk("modules"), EMPTY_ARRAY),
     ]
-    if (threads := session.server.senders.threads) > 1 and not session.encrypted:
+    if (threads := session.server.io_pool.threads) > 1 and not session.encrypted:
         facts.append((bulk("io-threads"), integer(threads)))
     return map_reply(session, facts)

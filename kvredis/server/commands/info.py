@@ -91,7 +91,7 @@ def server_facts(server: Context) -> Iterator[Field]:
     yield "lru_clock", int(time.time()) & 0xFFFFFF
     yield "executable", sys.executable
     yield "config_file", server.options.config_file or ""
-    yield "io_threads_active", int(server.senders.is_active)
+    yield "io_threads_active", int(bool(server.io_pool.under_way))
     yield from _listeners(server.addresses)
 
 
@@ -286,7 +286,7 @@ def stats(server: Context) -> Iterator[Field]:
     yield "dump_payload_sanitizations", 0
     yield "total_reads_processed", sum(each.reads for each in traffic)
     yield "total_writes_processed", sum(each.writes for each in traffic)
-    yield "io_threaded_reads_processed", 0
+    yield "io_threaded_reads_processed", counted.threaded_reads
     yield "io_threaded_writes_processed", counted.threaded_writes
     yield "client_query_buffer_limit_disconnections", counted.query_limit_disconnections
     yield "client_output_buffer_limit_disconnections", counted.output_limit_disconnections

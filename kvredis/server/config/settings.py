@@ -482,7 +482,8 @@ def _made_of() -> dict[str, Setting]:
         "tls-auth-clients": _fixed(read=lambda server: server.options.tls_auth_clients),
         "tls-protocols": _fixed(read=lambda server: " ".join(server.options.tls_protocols)),
         "tls-ciphers": _fixed(read=lambda server: server.options.tls_ciphers or ""),
-        "io-threads": _fixed(read=lambda server: str(server.senders.threads)),
+        "io-threads": _fixed(read=lambda server: str(server.io_pool.threads)),
+        "io-threads-do-reads": _fixed(read=lambda server: "yes" if server.io_pool.threads > 1 else "no"),
         "lane": _fixed(read=lambda server: server.options.lane),
         "aclfile": _fixed(read=lambda server: server.options.aclfile or ""),
         "cluster-enabled": _fixed(read=lambda server: "no" if server.cluster is None else "yes"),
@@ -495,7 +496,7 @@ def _made_of() -> dict[str, Setting]:
                 "acl-pubsub-default": "resetchannels", "always-show-logo": "no", "appenddirname": "",
                 "appendfilename": "", "appendonly": "no", "cluster-require-full-coverage": "no", "daemonize": "no",
                 "enable-module-command": "no", "enable-protected-configs": "no",
-                "io-threads-do-reads": "no", "logfile": "", "pidfile": "", "replicaof": "", "shutdown-timeout": "10",
+                "logfile": "", "pidfile": "", "replicaof": "", "shutdown-timeout": "10",
                 "slaveof": "", "supervised": "no", "syslog-enabled": "no", "tcp-backlog": "511",
             }.items()
         },

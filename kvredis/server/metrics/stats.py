@@ -139,6 +139,8 @@ class ServerStats:
     """Of replies on unix sockets that go out without a copy, counted when they are begun."""
     threaded_writes: int = 0
     """Replies that a thread beside the loop was given to send."""
+    threaded_reads: int = 0
+    """Values of which a thread beside the loop was given the rest to receive."""
     put_bytes: int = 0
     """Copied out of memory that clients have lent."""
     putting: Times = field(default_factory=Times)

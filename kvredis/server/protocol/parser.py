@@ -145,10 +145,11 @@ class Parser(Reader):
         command = self._next()
         return NOTHING if command is None else [command]
 
-    def abandon(self) -> None:
-        """Give back what a half-received command of a client that is gone holds, and let go of `open_payload`."""
+    def abandon(self, keep: Reservation | None = None) -> None:
+        """Give back what a half-received command of a client that is gone holds, and let go of `open_payload`. Into the
+        room of `keep` a thread still receives, and it is given back by others."""
         for arg in [*self._args, self._body_hold]:
-            if isinstance(arg, Reservation):
+            if isinstance(arg, Reservation) and arg is not keep:
                 arg.abort()
         self._args, self._body, self._body_hold, self._remaining = [], None, None, 0
         self._start = self._end = self._held_bytes = self._arena_bytes = 0
@@ -194,6 +195,13 @@ class Parser(Reader):
         """Bytes still to come of what is received into a place of its own, most likely the arena; 0 for nothing."""
         is_received = self._body is not None and self._body_hold is not REFUSED
         return max(0, self._length + SLACK_BYTES - self._filled) if is_received else 0
+
+    @property
+    def unfilled(self) -> tuple[Reservation, memoryview] | None:
+        """The room in the arena that is being received into, and what of it is still to be filled."""
+        if self._body is None or not isinstance(self._body_hold, Reservation):
+            return None
+        return self._body_hold, self._body[self._filled : self._length + SLACK_BYTES]
 
     @property
     def reservations(self) -> list[Reservation]:

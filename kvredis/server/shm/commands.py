@@ -356,10 +356,10 @@ def _copied(session: Caller, memory: LentMemory, way: tuple[memoryview, int], th
             stats.putting.add(monotonic() - began_s)
         return copied
 
-    is_long = len(target) > COPY_HERE_BYTES_MAX or (server.senders.threads > 1 and len(target) >= SHARED_BYTES_MIN)
+    is_long = len(target) > COPY_HERE_BYTES_MAX or (server.io_pool.threads > 1 and len(target) >= SHARED_BYTES_MIN)
     copied_here = True
     copies: list[asyncio.Future[bool]] = []
-    for part, start in _shared_out(target, offset, server.senders.threads):
+    for part, start in _shared_out(target, offset, server.io_pool.threads):
         copy = _in_thread(memory, part, start) if is_long else None
         if copy is None:
             copied_here = memory.copy(part, start) and copied_here

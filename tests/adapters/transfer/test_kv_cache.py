@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.transfer import kv_cache
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.memory.copy import COPIES_STRIDED, Strides, copy_strided
 from tests.adapters.paged_layouts import LAYOUTS, block_of, latent, planes_first
 
 SIZE = (9, 2, 16, 2, 32)
@@ -82,3 +84,41 @@ def test_some_layers_alone_are_copied() -> None:
     kv.scatter(block, torch.tensor([5, 6]), range(1, 2))
     assert torch.equal(block_of(layers[1:2], [5, 6]), block_of(layers[1:2], [3, 4]))
     assert all(torch.equal(layers[at].view(torch.int16), was) for at, was in zip((0, 2), untouched, strict=True))
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "elements apart"])
+def test_all_pages_of_all_layers_are_copied_at_once_and_not_by_threads_of_torch(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are waited for at each layer, however busy their processors are."""
+    calls: list[int] = []
+
+    def counted(to: list[int], source: list[int], strides: Strides) -> None:
+        calls.append(len(to))
+        copy_strided(to, source, strides)
+
+    monkeypatch.setattr(kv_cache, "copy_strided", counted)
+    make, size = LAYOUTS[layout]
+    layers = [make(size, torch.bfloat16) for _ in range(4)]
+    kv = PagedKV(layers)
+    block = torch.empty(kv.shape(3), dtype=kv.dtype)
+    kv.gather(torch.tensor([7, 2, 11]), block)
+    kv.scatter(block, torch.tensor([1, 0, 22]))
+    assert calls == (2 * [4 * 3] if COPIES_STRIDED else [])
+    assert torch.equal(block_of(layers, [1, 0, 22]), block_of(layers, [7, 2, 11]))
+
+
+def test_a_page_that_the_engine_does_not_have_is_refused() -> None:
+    kv = PagedKV(layers_of())
+    block = torch.zeros(kv.shape(1), dtype=kv.dtype)
+    for page in (-1, 9):
+        with pytest.raises(IndexError):
+            kv.scatter(block, torch.tensor([page]))
+
+
+def test_layers_that_lie_differently_are_copied_all_the_same() -> None:
+    layers = [layers_of(1)[0], torch.randn(SIZE).to(torch.bfloat16).contiguous()]
+    kv = PagedKV(layers)
+    block = torch.empty(kv.shape(2), dtype=kv.dtype)
+    kv.gather(torch.tensor([3, 4]), block)
+    assert torch.equal(block.view(torch.uint8).flatten(), block_of(layers, [3, 4]))

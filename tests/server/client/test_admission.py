@@ -9,6 +9,8 @@ from kvredis.server.client.admission import UNREAD_BYTES_FULL, UNREAD_BYTES_MIN,
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, until
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 ARENA = 16 * MIB
 
 
@@ -296,6 +298,7 @@ async def test_a_client_that_waits_for_room_without_sending_a_value_is_not_taken
     await until(lambda: live.store.reserved_bytes)
     await reserving.send("KV.RESERVE", "part", str(3 * MIB))
     await until(lambda: len(server.admission.queue) == 1)
+    server.now_s = lambda: began_s + 20.0
     await sender.send_raw(value[MIB : 2 * MIB])
     received = next(iter(server.admission._receiving)).input_bytes
     await until(lambda: next(iter(server.admission._receiving)).input_bytes > received + 64 * 1024)

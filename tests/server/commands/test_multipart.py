@@ -12,6 +12,8 @@ from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, until
 from tests.server.tiered_server import TieredServer, info
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 GONE = b"-ERR no such reservation: "
 TOO_LONG = b"-ERR string exceeds maximum allowed size (proto-max-bulk-len)\r\n"
 LENGTH = 300_000
