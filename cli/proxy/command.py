@@ -55,6 +55,11 @@ Example: kvredis proxy --prefill gpu1:8000 --prefill gpu2:8000 --decode gpu3:800
     type=click.FloatRange(0, min_open=True),
     help="Seconds that prefilling may take; then the decode engine computes the prompt.",
 )
+@click.option(
+    "--at-once",
+    is_flag=True,
+    help="Ask a decode engine while a prefill engine computes: for engines with kvredis, which load KV as it comes.",
+)
 def proxy(prefill: tuple[str, ...], decode: tuple[str, ...], **options: Any) -> None:
     """Send prompts to engines that prefill, and then to engines that decode, until SIGTERM or Ctrl-C.
 

@@ -54,6 +54,11 @@ FOR_OTHERS: Final = {
     "remote_port": None,
 }
 """What vLLM's connectors are told of a request whose KV is for another engine."""
+COMING: Final = {"do_remote_prefill": True, "do_remote_decode": False}
+"""What a decode engine is told of a prompt that a prefill engine computes meanwhile: it waits for its KV."""
+BEGINS_S: Final = 0.02
+"""Within this a prefill engine that cannot be reached, or that refuses a request, has said so; one that works has told
+the server what it computes."""
 LEFT_OUT: Final = ("stream_options", "min_tokens", "min_completion_tokens")
 """Of what a prefill engine is asked: they do not go with one token that is not streamed."""
 OF_A_CONNECTION: Final = frozenset(
@@ -136,7 +141,11 @@ def failure(status: int, kind: str, text: str) -> web.Response:
 class Router:
     """The application. `start` and `close` run in the event loop that serves it."""
 
-    def __init__(self, prefill: Iterable[str], decode: Iterable[str], prefill_s_max: float) -> None:
+    def __init__(
+        self, prefill: Iterable[str], decode: Iterable[str], prefill_s_max: float, *, at_once: bool = False
+    ) -> None:
+        """With `at_once` a decode engine is asked while a prefill engine computes."""
+        self._at_once = at_once
         self._prefill = Pool("prefill", prefill, "others compute its prompts")
         self._decode = Pool("decode", decode, "others generate in its place, if there are any")
         self._prefill_timeout = aiohttp.ClientTimeout(total=prefill_s_max, connect=CONNECT_S_MAX)
@@ -185,10 +194,18 @@ class Router:
         headers = _passed_on(request.headers)
         headers["Content-Type"] = "application/json"
         headers.setdefault("X-Request-Id", str(uuid.uuid4()))
-        params = await self._prefilled(request, headers, body)
-        if params is not None and _is_one_prompt(body):
-            body["kv_transfer_params"] = params
-        return await self._pass_on(request, headers, json.dumps(body).encode())
+        is_one = _is_one_prompt(body)
+        prefilling = asyncio.create_task(self._prefilled(request, headers, body))
+        try:
+            await asyncio.wait({prefilling}, timeout=BEGINS_S if self._at_once and is_one else None)
+            params = prefilling.result() if prefilling.done() else COMING
+            if params is not None and is_one:
+                body["kv_transfer_params"] = params
+            return await self._pass_on(request, headers, json.dumps(body).encode())
+        finally:  # a decode engine that has answered, or refused, needs no KV any more
+            prefilling.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Refused):
+                await prefilling
 
     async def _prefilled(
         self, request: web.Request, headers: CIMultiDict[str], body: dict[str, Any]
@@ -306,14 +323,16 @@ def _passed_on(headers: Any) -> CIMultiDict[str]:
 # ---- a process -----------------------------------------------------------------------------------------------------
 
 
-def run(prefill: Iterable[str], decode: Iterable[str], *, host: str, port: int, prefill_s_max: float) -> None:
+def run(
+    prefill: Iterable[str], decode: Iterable[str], *, host: str, port: int, prefill_s_max: float, at_once: bool = False
+) -> None:
     """Serve until SIGTERM or SIGINT. Raises KVRedisError where the address cannot be had."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("aiohttp.server").addFilter(_is_not_the_clients)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each request has two connections
-    router = Router(prefill, decode, prefill_s_max)
+    router = Router(prefill, decode, prefill_s_max, at_once=at_once)
     with asyncio.Runner(loop_factory=event_loop_factory(os.environ.get(EVENT_LOOP_VARIABLE, ""))) as runner:
         runner.run(_serve(router, host, port))
 

@@ -265,6 +265,44 @@ async def test_a_prompt_that_the_prefill_engine_has_nothing_of_is_decoded_withou
     assert setup.proxy.lines == []
 
 
+async def test_at_once_a_decode_engine_is_asked_while_a_prefill_engine_computes(tmp_path: Path) -> None:
+    decodes = asyncio.Event()
+
+    async def computing(request: web.Request) -> web.StreamResponse:
+        await asyncio.wait_for(decodes.wait(), WAIT_S)
+        return await prefilled(request)
+
+    async def waiting(request: web.Request) -> web.StreamResponse:
+        decodes.set()
+        return await generated(request)
+
+    async with apart(tmp_path, computing, waiting, "--at-once") as setup:
+        assert await setup.proxy.complete() == (200, {"choices": [{"text": "abc"}]})
+        assert setup.proxy.lines == []
+    assert setup.prefill.only.json["kv_transfer_params"]["do_remote_decode"]
+    assert setup.decode.only.json["kv_transfer_params"] == {"do_remote_prefill": True, "do_remote_decode": False}
+    assert setup.decode.only.headers["X-Request-Id"] == setup.prefill.only.headers["X-Request-Id"]
+
+
+async def test_at_once_a_list_of_prompts_and_a_prompt_of_which_there_is_nothing_are_asked_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    async with apart(tmp_path, prefilled, generated, "--at-once") as setup:
+        assert (await setup.proxy.complete(json={"prompt": ["a", "b"]}))[0] == 200
+        assert "kv_transfer_params" not in setup.decode.only.json
+    with unreachable() as url:
+        async with engine(generated) as d, proxying([url], [d.url], tmp_path / "log", "--at-once") as proxy:
+            assert (await proxy.complete())[0] == 200
+        assert "kv_transfer_params" not in d.only.json, "it would wait for what no engine computes"
+
+
+async def test_at_once_a_prefill_engine_is_let_go_when_the_decode_engine_has_answered(tmp_path: Path) -> None:
+    async with apart(tmp_path, silent, generated, "--at-once") as setup:
+        assert (await setup.proxy.complete())[0] == 200
+        await asyncio.wait_for(setup.prefill.ended.wait(), WAIT_S)
+        assert setup.proxy.lines == []
+
+
 async def test_engines_take_turns(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         p = [await stack.enter_async_context(engine(prefilled)) for _ in range(2)]
