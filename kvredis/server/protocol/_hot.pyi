@@ -62,6 +62,9 @@ class Reader:
     _body_hold: Reservation | Refused | None
     _scratches: Scratches
     _filled: int
+    def _take_scratch(self) -> None:
+        """Have a scratch, most likely that of the client that has received last."""
+
     def buffer(self, sizehint: int = -1) -> memoryview:
         """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
 

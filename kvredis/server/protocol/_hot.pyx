@@ -258,6 +258,19 @@ cdef class Reader:
     cdef public object _body, _body_hold, _scratches
     cdef public Py_ssize_t bulk_bytes_max, query_bytes_max
 
+    def _take_scratch(self):
+        """Have a scratch, most likely that of the client that has received last."""
+        cdef Reader last = self._scratches.holder
+        self._scratches.holder = self
+        if last is not None and last._start == last._end and PyByteArray_GET_SIZE(last._scratch) == SCRATCH_BYTES:
+            if PyByteArray_GET_SIZE(self._scratch):
+                self._scratches.keep(last._scratch)
+            else:
+                self._scratch, self._view = last._scratch, last._view
+            last._scratch, last._view = NO_SCRATCH, NO_VIEW
+        if not PyByteArray_GET_SIZE(self._scratch):
+            self._scratch, self._view = self._scratches.get()
+
     def buffer(self, sizehint=-1):
         """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
         cdef Py_ssize_t unread

@@ -210,16 +210,6 @@ class Parser(Reader):
 
     # ---- the scratch -------------------------------------------------------------------------------------------------
 
-    def _take_scratch(self) -> None:
-        """Have a scratch, most likely that of the client that has received last."""
-        scratches = self._scratches
-        last, scratches.holder = scratches.holder, self
-        if last is not None and last._start == last._end and len(last._scratch) == SCRATCH_BYTES:
-            scratches.keep(last._scratch)
-            last._scratch, last._view = NO_SCRATCH, NO_VIEW
-        if not self._scratch:
-            self._scratch, self._view = scratches.get()
-
     def _let_scratch_go(self) -> None:
         """Lend the scratch, in which nothing is left, to whichever client receives next."""
         if self._scratches.holder is self:
