@@ -41,8 +41,9 @@ class LentMemory:
     """A copy of `source` in memory as an engine's is that lends it: an arena, sealed as such, faulted in."""
 
     def __init__(self, source: Memory) -> None:
-        self.nbytes = source.nbytes
         self._arena = Arena.create(source.nbytes)
+        self.nbytes = self._arena.nbytes
+        """Whole pages, which may be large ones."""
         self.fd = self._arena.fd
         with self._arena.view[: source.nbytes] as room:
             copy(room, source.view)
