@@ -160,11 +160,12 @@ class AttachedClient:
     def release(self, words: Sequence[bytes]) -> int | None:
         """End the lease at each offset whose limit comes first; how many were still held. Those whose limit has passed
         are taken for ended in their turn, too. None, and nothing ends, when some are no numbers."""
-        if self.gpu is not None:
-            here, on_gpu = self.gpu.release(words)
-            ended = self._release(here)
-            return None if ended is None else ended + on_gpu
-        return self._release(words)
+        if self.gpu is None:
+            return self._release(words)
+        if any(parse_integer(word) is None for word in words):
+            return None
+        here, on_gpu = self.gpu.release(words)
+        return (self._release(here) or 0) + on_gpu
 
     def _release(self, words: Sequence[bytes]) -> int | None:
         taken = take(words, self._held)
@@ -210,7 +211,7 @@ class AttachedClient:
                 yield held
 
     def _keep_one(self, entry: Entry, place: Place) -> bytes:
-        """The reply to a lease that places.keep has left: there is another where it lies, or no room for it."""
+        """The reply to a lease that `keep` has left: there is another where it lies, or no room for it."""
         nbytes = place[2]
         offset = entry.extent.offset + PAYLOAD_OFFSET_BYTES
         word = b"%d" % offset

@@ -105,7 +105,11 @@ class GpuClient:
 
     def has_ended(self) -> bool:
         """Whether the client's process is known to have ended, and what its GPU did for it with it."""
-        return self._pidfd >= 0 and bool(select.select([self._pidfd], [], [], 0)[0])
+        if self._pidfd < 0:
+            return False
+        look = select.poll()  # select(2) knows no descriptor above 1023
+        look.register(self._pidfd, select.POLLIN)
+        return bool(look.poll(0))
 
     def close(self) -> None:
         """End all of it with the connection. `has_ended` can be asked while room is kept from others for its sake."""

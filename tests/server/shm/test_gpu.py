@@ -4,8 +4,10 @@ when one of them, or the GPU, goes."""
 import asyncio
 import os
 import random
+import resource
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +81,8 @@ async def test_one_lease_names_places_of_both_memories_and_one_release_ends_them
         assert [len(place) if isinstance(place, list) else place for place in found] == [2, 3, 3, None, b"s", 2, 2, 3]
         assert [client.bytes_at(found[at]) for at in (1, 2, 7)] == [pattern(MIB, number) for number in range(3)]
         assert live.server.shm.leases == 6
+        assert str(await client.ask("KV.RELEASE", found[1][0], "x")).startswith("ERR value is not an integer")
+        assert live.server.shm.leases == 6, "none ends"
         assert await client.ask("KV.RELEASE", *(place[0] for place in found if isinstance(place, list))) == 6
         assert live.server.shm.leases == 0
         assert str(await client.ask("KV.RELEASE", "x")).startswith("ERR value is not an integer")
@@ -264,6 +268,23 @@ async def test_room_that_a_living_process_leaves_is_kept_from_others_for_a_time(
             await client.ask("KV.RESERVE", "k", MIB, "GPU")
         await until(lambda: live.gpu.abandoned_bytes == MIB)
         await until(lambda: live.gpu.used_bytes == 0)
+
+
+async def test_it_is_kept_for_that_time_also_by_a_server_with_more_than_a_thousand_descriptors(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "ABANDONED_S", 0.2)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        async with GpuServer(tmp_path) as live:
+            async with on_gpu(live) as client:
+                await client.ask("KV.RESERVE", "k", MIB, "GPU")
+            await until(lambda: live.gpu.abandoned_bytes == MIB)
+            await until(lambda: live.gpu.used_bytes == 0)
 
 
 async def test_a_block_that_the_gpu_does_not_give_is_a_miss_and_the_server_goes_on(
