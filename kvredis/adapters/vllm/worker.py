@@ -104,8 +104,7 @@ class Results:
     """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
     engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
     nothing. `over` are stores that read no page any more, where layers are recurrent or the scheduler has held pages;
-    `unstored` are keys of those of
-    which something was not stored."""
+    `unstored` are keys of those of which something was not stored."""
 
     stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
