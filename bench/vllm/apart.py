@@ -51,7 +51,7 @@ from kvredis.bench.core.result import (
     summed,
     table,
 )
-from kvredis.bench.core.servers import ServerProcess
+from kvredis.bench.core.servers import SUBJECT
 from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import middle, rotated
 
@@ -61,6 +61,7 @@ from .engine import (
     LAYERS,
     TINY,
     EngineProcess,
+    Servers,
     Setting,
     Where,
     connector_of,
@@ -70,7 +71,7 @@ from .engine import (
     launching,
     model_config,
     room_bytes,
-    server_for,
+    servers_for,
 )
 from .run import ANSWER_TOKENS, CPU_CHUNK_TOKENS
 from .worker import Asked, Opening
@@ -190,10 +191,10 @@ def opening_of(setting: PdSetting, arm: str, where: Where, port: int, folder: Pa
 class Pair:
     """The engines of one run, and what was measured of them."""
 
-    def __init__(self, setting: PdSetting, server: ServerProcess, engines: dict[str, EngineProcess]) -> None:
+    def __init__(self, setting: PdSetting, servers: Servers, engines: dict[str, EngineProcess]) -> None:
         self.stalls = {what: Row(kind="stall", what=what, samples=[]) for what in STALLS}
         self._setting = setting
-        self._server = server
+        self._servers = servers
         self._prefill = {arm: engine for arm, engine in engines.items() if arm != _DECODE}
         self._decode = engines[_DECODE]
         kinds = [(arm, way) for arm in self._prefill for way in WAYS]
@@ -222,7 +223,7 @@ class Pair:
 
     def _handed_over(self, arm: str, way: str) -> dict[str, Any]:
         seed, tokens, prefill = self._next(), self._setting.tokens, self._prefill[arm]
-        forget(self._server, LANE)
+        forget(self._servers, LANE)
         single = self._decode.first(seed, tokens, ANSWER_TOKENS)
         self._decode.reset()
         if way == BEHIND:
@@ -248,7 +249,7 @@ class Pair:
 
     def _stalled(self, what: str) -> dict[str, Any]:
         seed, tokens = self._next(), self._setting.tokens
-        forget(self._server, LANE)
+        forget(self._servers, LANE)
         if what == "loaded":
             prefill = next(iter(self._prefill.values()))
             prefill.first(seed, tokens, 1)
@@ -272,14 +273,13 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
         setting = setting_of(plan, facts_of(where, folder))
         notes += _notes(setting)
         room = room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
-        server = stack.enter_context(server_for((LANE,), room))
-        assert server is not None
+        servers = stack.enter_context(servers_for((LANE,), room))
         facts, names = machine_facts(), (*plan.arms, _DECODE)
         gpus = {name: str(int(name == _DECODE and setting.gpus > 1)) for name in names} if setting.gpus else {}
         engines = {name: stack.enter_context(EngineProcess(name, where, folder, gpu=gpus.get(name))) for name in names}
         for name, engine in engines.items():  # one by one: each measures what memory is free
-            engine.open(opening_of(setting, name, where, server.address.port, folder))
-        pair = Pair(setting, server, engines)
+            engine.open(opening_of(setting, name, where, servers[SUBJECT].address.port, folder))
+        pair = Pair(setting, servers, engines)
         pair.warm_up()
         until_s = began_s + plan.limit_s
         for repeat in range(plan.repeats):
