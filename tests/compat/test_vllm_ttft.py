@@ -1,6 +1,8 @@
 """`kvredis bench vllm` with the real vLLM, on the CPU: it finds what it has stored, and generates the same tokens."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from kvredis.bench.vllm.apart import WAYS, PdResult
 from kvredis.bench.vllm.concurrency import KINDS, ConcurrencyResult
 from kvredis.bench.vllm.run import SCHEMA, VLLMResult
 from kvredis.cli.bench.command import bench
+from tests.compat.lmcache_process import HERE
+from tests.compat.lmcache_process import site as lmcache_site
 from tests.compat.vllm_process import site
 
 pytestmark = pytest.mark.nightly
@@ -34,6 +38,28 @@ def test_a_real_engine_finds_every_prompt_again_by_each_way_and_generates_the_sa
         assert (sample["warm_tokens"], sample["warm_bytes"]) == (hit, hit * result["options"]["bytes_per_token"])
         assert sample["stored_bytes"] == (0 if arm == "none" else tokens // 64 * 64 * 4096)
     assert result["counters"]["lane+layers"]["failed_chunks"] == 0
+
+
+def test_real_lmcache_finds_every_prompt_again_in_its_memory_and_on_both_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = ["lmcache+redis"] if shutil.which("redis-server") else []
+    path, arms = tmp_path / "result.json", ("none", "lmcache", "lmcache+kvredis", *redis)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE / "host_pages", lmcache_site()))))
+    options = ("--arms", ",".join(arms), "--prompt-tokens", "256,600", "--repeats", "1", "--together", "1")
+    written = ("--logs", str(tmp_path), "--json", str(path))
+    done = CliRunner().invoke(bench, ("vllm", "--site", str(site()), *options, *written, "--gate"))
+    assert done.exit_code == 0, done.output
+    result: VLLMResult = json.loads(path.read_text())
+    assert result["options"]["lmcache"].startswith("0.5.6")
+    rows = {(row["arm"], row["tokens"]): row for row in result["rows"]}
+    assert set(rows) == {(arm, tokens) for arm in arms for tokens in (256, 600)}
+    for (arm, tokens), row in rows.items():
+        assert row["equal"] == 1
+        (sample,) = row["samples"]
+        whole = {256: 255, 600: 576}[tokens]  # vLLM computes the last token of a prompt that is stored whole
+        assert sample["warm_tokens"] == (0 if arm == "none" else whole)
+    assert result["counters"] == {}, "LMCache's are not ours"
 
 
 def test_real_engines_serve_many_prompts_at_once_and_find_what_is_stored_of_them(tmp_path: Path) -> None:
