@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ from kvredis.bench.core.statistics import rotated
 from .worker import Asked, Opening, Served, Stalled, Together
 
 NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
-LAYERS, AUTO = "layers", "auto"
+NIXL = "nixl"
+LAYERS, AUTO, CROSS = "layers", "auto", "cross"
 REFERENCES: Final = (NONE, OFFLOADING)
 """What others are compared with: open beside each of them where there is room."""
 
@@ -112,6 +113,12 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
     if kind == OFFLOADING:
         extra: dict[str, Any] = {"cpu_bytes_to_use": room, "block_size": chunk_tokens}
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if kind == NIXL:
+        extra = {"enable_cross_layers_blocks": CROSS in words}
+        return {
+            "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": extra,
+        }  # fmt: skip
     extra = {"chunk_size": chunk_tokens, "max_local_cpu_size": f"{room // _GIB}GB", "local_cpu": kind == MEMORY}
     if kind in (LANE, TCP):
         extra["remote_url"] = f"{'kvredis' if kind == LANE else 'redis'}://127.0.0.1:{port}"
@@ -163,16 +170,20 @@ class EngineProcess(LineProcess):
     Raises BenchError, with the end of what the process printed, for whatever goes wrong in it.
     """
 
-    def __init__(self, arm: str, where: Where, folder: Path, gpu: str | None = None) -> None:
-        """With `gpu` it sees no other one."""
+    def __init__(
+        self, arm: str, where: Where, folder: Path, gpu: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """With `gpu` (CUDA_VISIBLE_DEVICES) it sees no other one; `variables` are of its environment, too."""
         self.arm = arm
         command = [where.python, "-m", "kvredis.bench.vllm.worker"]
         log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
         # In that folder: `python -m` looks where it stands first.
-        environment = _environment(where) | (_BREAKS if LAYERS in arm else {})
+        environment = _environment(where) | (_BREAKS if LAYERS in arm else {}) | dict(variables or {})
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         super().__init__(f"the engine of {arm}", command, environment, folder=folder, log=log)
+        self.answer_s = ANSWER_S
+        """An engine that has not answered by then has failed."""
 
     def open(self, told: Opening) -> None:
         """Make the engine."""
@@ -186,14 +197,14 @@ class EngineProcess(LineProcess):
         """Have many prompts served at once; `asked` is what vllm_worker.Engine.together takes."""
         return cast(Together, self._ask({"do": "together", **asked}))
 
-    def first(self, seed: int, tokens: int, answer: int) -> Asked:
-        """Have a prompt served once."""
-        self.begin_first(seed, tokens, answer)
+    def first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> Asked:
+        """Have a prompt served once; `transfer` is kv_transfer_params for it."""
+        self.begin_first(seed, tokens, answer, transfer)
         return self.first_answer()
 
-    def begin_first(self, seed: int, tokens: int, answer: int) -> None:
+    def begin_first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> None:
         """Ask for it, and wait for nothing."""
-        self.tell({"do": "first", "seed": seed, "tokens": tokens, "answer": answer})
+        self.tell({"do": "first", "seed": seed, "tokens": tokens, "answer": answer, "transfer": transfer})
 
     def first_answer(self) -> Asked:
         """What becomes of that."""
@@ -217,7 +228,7 @@ class EngineProcess(LineProcess):
         return self._answered()
 
     def _answered(self) -> dict[str, Any]:
-        answer = self.answer(ANSWER_S)
+        answer = self.answer(self.answer_s)
         if "error" in answer:
             raise self.failed(answer["error"])
         return answer
