@@ -12,10 +12,12 @@ Arms: how the prompt is computed
     whole       in one pass
     chunked     in passes of CHUNKED_TOKENS
     layers      in one pass, stored layer by layer (use_layerwise: true)
+    gpu         in one pass, stored in the memory of the GPU that decodes, which kvredis has (gpu_memory)
+    gpu+chunked the same in passes of CHUNKED_TOKENS
     nixl        in one pass, and read by a decode engine of its own, both with vLLM's NixlConnector
     nixl+cross  the same with all layers of a page beside each other (enable_cross_layers_blocks: true)
-`nixl` needs that package beside vLLM, is not in the default list, and is asked behind only. What fails of it is told,
-and the other arms go on.
+`gpu` is in the default list where there are two GPUs. `nixl` needs that package beside vLLM, is not in the list, and is
+asked behind only. What fails of it is told, and the other arms go on.
 Ways: when the decode engine is asked
     behind      when the prefill engine has answered, as a router asks one after the other
     beside      with it, as a router asks both at once
@@ -82,8 +84,10 @@ from .run import ANSWER_TOKENS, CPU_CHUNK_TOKENS
 from .worker import Asked, Opening
 
 SCHEMA: Final = "kvredis.bench.pd/1"
-WHOLE, CHUNKED = "whole", "chunked"
+WHOLE, CHUNKED, GPU = "whole", "chunked", "gpu"
 ARMS: Final = (WHOLE, CHUNKED, LAYERS)
+GPU_ARMS: Final = (GPU, f"{GPU}+{CHUNKED}")
+"""Arms that need a GPU's memory."""
 PEERS: Final = (NIXL, f"{NIXL}+{CROSS}")
 """Arms of another's: a pair of engines each, without kvredis between."""
 BEHIND, BESIDE = "behind", "beside"
@@ -94,7 +98,7 @@ CHUNKED_TOKENS: Final = 2048
 
 JUDGED_TOKENS: Final = 15_000
 """Bars are for the 8b shape on two GPUs, and prompts from this length on."""
-HANDOVER_MOST: Final = {CHUNKED: 60.0, WHOLE: 90.0}
+HANDOVER_MOST: Final = {CHUNKED: 60.0, WHOLE: 90.0} | dict.fromkeys(GPU_ARMS, 35.0)
 TO_SINGLE_MOST: Final = 1.03
 STALL_MOST_MS: Final = 20.0
 TO_PEER_MOST: Final = 1.0
@@ -130,7 +134,7 @@ class PdResult(Result):
 class PdPlan:
     """What one call of the bench does. None: by what there is to compute on. After `limit_s` no more is begun."""
 
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] | None = None
     shape: ModelShape | None = None
     prompt_tokens: int | None = None
     chunk_tokens: int | None = None
@@ -139,7 +143,7 @@ class PdPlan:
 
     def steps(self) -> int:
         """Give about how often `run` calls its progress."""
-        return self.repeats * (sum(len(ways_of(arm)) for arm in self.arms) + len(STALLS))
+        return self.repeats * (sum(len(ways_of(arm)) for arm in self.arms or ARMS) + len(STALLS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,13 @@ class PdSetting(Setting):
     def gpus(self) -> int:
         """How many there are."""
         return int(self.facts.get("devices", 0))
+
+
+def arms_of(plan: PdPlan, facts: dict[str, Any]) -> tuple[str, ...]:
+    """Give the arms, by default those that there is what they need for."""
+    if plan.arms is not None:
+        return plan.arms
+    return (*ARMS, GPU) if facts.get("devices", 0) > 1 else ARMS
 
 
 def ways_of(arm: str) -> tuple[str, ...]:
@@ -177,12 +188,15 @@ def setting_of(plan: PdPlan, facts: dict[str, Any]) -> PdSetting:
     chunk = plan.chunk_tokens or (256 if memory else CPU_CHUNK_TOKENS)
     if tokens <= chunk:
         raise BenchError(f"a prompt of {tokens} tokens has no chunk of {chunk} before its last")
-    if not set(plan.arms) - set(PEERS):
+    arms = arms_of(plan, facts)
+    if not set(arms) - set(PEERS):
         raise BenchError("no arm of kvredis' own to compare nixl with")
-    decoders = {decoder_of(arm) for arm in plan.arms}
-    setting = PdSetting(shape, chunk, plan.arms, len(plan.arms) + len(decoders), plan.repeats, False, facts, tokens)
+    if set(arms) & set(GPU_ARMS) and not memory:
+        raise BenchError("there is no GPU whose memory kvredis could have (arm gpu)")
+    decoders = {decoder_of(arm) for arm in arms}
+    setting = PdSetting(shape, chunk, arms, len(arms) + len(decoders), plan.repeats, False, facts, tokens)
     each = engine_bytes(shape, tokens + ANSWER_TOKENS)
-    engines = setting.together if setting.gpus == 1 else max(len(plan.arms), len(decoders))
+    engines = setting.together if setting.gpus == 1 else max(len(arms), len(decoders))
     if memory and engines * each > memory * _SHARE_USED:
         raise BenchError(f"{engines} engines of shape {shape.name} take {engines * each / 1e9:.0f} GB of one GPU")
     return setting
@@ -197,9 +211,11 @@ def opening_of(setting: PdSetting, arm: str, where: Where, port: int, folder: Pa
     connector = connector_of(words, setting.chunk_tokens, room, port, is_gpu=setting.is_gpu)
     assert connector is not None
     connector["kv_role"] = "kv_consumer" if is_decoder else "kv_producer"
+    if arm not in PEERS:
+        connector["kv_connector_extra_config"]["use_gpu_memory"] = is_decoder or arm in GPU_ARMS
     chunked = CHUNKED_TOKENS if setting.is_gpu else _CPU_CHUNKED
     options: dict[str, Any] = {"dtype": DTYPES[setting.shape.dtype_bytes], "max_model_len": longest}
-    options["max_num_batched_tokens"] = chunked if arm == CHUNKED else max(longest, CHUNKED_TOKENS)
+    options["max_num_batched_tokens"] = chunked if CHUNKED in arm else max(longest, CHUNKED_TOKENS)
     if setting.is_gpu:
         share = engine_bytes(setting.shape, longest) / int(setting.facts["memory_bytes"])
         options |= {"gpu_memory_utilization": round(share, 3), "max_num_seqs": 16, "attention_backend": where.backend}
@@ -346,20 +362,23 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
         computing = facts_of(where, folder)
-        if missing := [arm for arm in plan.arms if arm in PEERS and not computing.get("nixl")]:
+        arms = arms_of(plan, computing)
+        if missing := [arm for arm in arms if arm in PEERS and not computing.get("nixl")]:
             notes.append(f"Left out, since there is no NIXL beside vLLM: {', '.join(missing)}.")
-            plan = replace(plan, arms=tuple(arm for arm in plan.arms if arm not in missing))
+        plan = replace(plan, arms=tuple(arm for arm in arms if arm not in missing))
         setting = setting_of(plan, computing)
         notes += _notes(setting)
         room = room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
-        server = stack.enter_context(server_for((LANE,), room))
+        gpu = f"{room >> 20}MiB,{int(setting.gpus > 1)}"
+        flags = ("--gpu-memory", gpu) if set(setting.arms) & set(GPU_ARMS) else ()
+        server = stack.enter_context(server_for((LANE,), room, *flags))
         assert server is not None
         facts = machine_facts()
         engines = {
             name: stack.enter_context(
                 EngineProcess(name, where, folder, gpu=gpu_of(setting, name), variables=variables_of(name))
             )
-            for arm in (*plan.arms, _DECODE)
+            for arm in (*setting.arms, _DECODE)
             for name in engines_of(arm)
         }
         pair = Pair(setting, server, engines)
@@ -375,6 +394,8 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
                 if time.monotonic() < until_s:
                     progress(f"a long prompt {what}")
                     pair.stall(what, repeat)
+        if flags and not int(server.facts().get("gpu_stored_blocks", 0)):
+            notes.append("Nothing was written to GPU memory: what the arm gpu shows is host memory.")
     if time.monotonic() >= until_s:
         notes.append("Time was over before the last repeat.")
     result = PdResult(

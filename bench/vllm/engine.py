@@ -303,12 +303,12 @@ class Work(Protocol):
 
 
 @contextmanager
-def server_for(arms: Sequence[str], room: int) -> Iterator[ServerProcess | None]:
-    """Run a server with so many bytes, where one of the arms needs it."""
+def server_for(arms: Sequence[str], room: int, *flags: str) -> Iterator[ServerProcess | None]:
+    """Run a server with so many bytes, and more flags, where one of the arms needs it."""
     if not {arm.split("+")[0] for arm in arms} & {LANE, TCP}:
         yield None
         return
-    with ServerProcess(kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB"), "tcp") as server:
+    with ServerProcess(kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB", *flags), "tcp") as server:
         yield server
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvredis.bench.vllm.apart import ARMS, PEERS, PdPlan, run, table_lines
+from kvredis.bench.vllm.apart import ARMS, GPU_ARMS, PEERS, PdPlan, run, table_lines
 from kvredis.bench.vllm.engine import Where
 from kvredis.cli.numbers import Number
 
@@ -25,9 +25,9 @@ Example: kvredis bench pd --arms chunked --prompt-tokens 8192 --limit-s 200""",
 @click.option("--quick", is_flag=True, help="One repeat.")
 @click.option(
     "--arms",
-    callback=words_of((*ARMS, *PEERS)),
+    callback=words_of((*ARMS, *GPU_ARMS, *PEERS)),
     metavar="LIST",
-    help=f"Any of {', '.join((*ARMS, *PEERS))}; default {', '.join(ARMS)}.",
+    help=f"Any of {', '.join((*ARMS, *GPU_ARMS, *PEERS))}; default {', '.join(ARMS)}, with two GPUs gpu.",
 )
 @click.option("--shape", callback=one_shape, metavar="NAME", help="As of bench vllm; default 8b, tiny without a GPU.")
 @click.option("--prompt-tokens", type=click.IntRange(2, 1 << 20), help="Default 15400; without a GPU 1000.")

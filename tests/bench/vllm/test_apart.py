@@ -77,17 +77,30 @@ def test_each_arm_has_an_engine_on_the_first_gpu_and_one_on_the_second_decodes(t
     result = run(SMALL, where, lambda step: None)
     openings = [json.loads(line) for line in told.read_text().splitlines()]
     assert [(opening["connector"]["kv_role"], gpu) for opening, gpu, _ in openings] == [
-        *[("kv_producer", "0")] * len(ARMS),
+        *[("kv_producer", "0")] * (len(ARMS) + 1),
         ("kv_consumer", "1"),
     ]
     assert len({opening["model"] for opening, *_ in openings}) == 1, "the model's folder is in the keys"
-    whole, chunked, layers, decode = (opening for opening, *_ in openings)
+    whole, chunked, layers, gpu, decode = (opening for opening, *_ in openings)
+    extra = [each["connector"]["kv_connector_extra_config"] for each in (whole, chunked, layers, gpu, decode)]
+    assert [each["use_gpu_memory"] for each in extra] == [False, False, False, True, True]
     assert chunked["options"]["max_num_batched_tokens"] == whole["options"]["max_num_batched_tokens"] == 2048
     assert layers["connector"]["kv_connector_extra_config"]["use_layerwise"]
     assert not decode["connector"]["kv_connector_extra_config"]["use_layerwise"]
     assert {(row["arm"], row["way"], len(row["samples"])) for row in result["rows"]} == {
-        (arm, way, 2) for arm in ARMS for way in WAYS
+        (arm, way, 2) for arm in (*ARMS, "gpu") for way in WAYS
     }
+    assert "Nothing was written to GPU memory" in result["notes"][-1], "there is none here"
+
+
+def test_gpu_memory_has_a_bar_of_its_own_and_needs_a_gpu(tmp_path: Path) -> None:
+    where, _ = fake(tmp_path, H200)
+    result = run(replace(SMALL, arms=("gpu+chunked",)), where, lambda step: None)
+    result["options"] |= {"shape": "8b", "prompt_tokens": 15_400}
+    bars = {line["name"]: line["bound"] for line in gate_of(result)}
+    assert bars["handover ms    gpu+chunked, asked behind"] == "<= 35"
+    with pytest.raises(BenchError, match="no GPU"):
+        setting_of(replace(SMALL, arms=("gpu",)), NO_GPU)
 
 
 def test_nixl_has_a_pair_of_engines_that_see_both_gpus_and_listen_at_ports_of_their_own(tmp_path: Path) -> None:
@@ -160,7 +173,7 @@ def test_times_are_told_from_the_prefill_engine_s_and_compared_with_the_decode_e
 def test_bars_are_judged_for_long_prompts_of_the_8b_model_on_two_gpus(tmp_path: Path) -> None:
     where, _ = fake(tmp_path, H200)
     result = run(replace(SMALL, repeats=1), where, lambda step: None)
-    assert len(gate_of(result)) == 12, "tokens and hits"
+    assert len(gate_of(result)) == 16, "tokens and hits"
     result["options"] |= {"shape": "8b", "prompt_tokens": 15_400}
     judged = {line["name"]: line["passed"] for line in gate_of(result)}
     assert judged["handover ms    chunked, asked behind"]
