@@ -394,7 +394,7 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
                 if time.monotonic() < until_s:
                     progress(f"a long prompt {what}")
                     pair.stall(what, repeat)
-        if flags and not int(server.facts().get("gpu_stored_blocks", 0)):
+        if flags and not int(server.facts().get("gpu_stored_bytes", 0)):
             notes.append("Nothing was written to GPU memory: what the arm gpu shows is host memory.")
     if time.monotonic() >= until_s:
         notes.append("Time was over before the last repeat.")
