@@ -28,6 +28,7 @@ from kvredis.bench.server.run import (
 from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
 
+from .alpha import alpha
 from .disk import disk
 from .engine_tables import hit_sweep, long_prefill, prefill
 from .links import links
@@ -68,6 +69,7 @@ def bench() -> None:
     """Measure kvredis against what else there is, on this machine."""
 
 
+bench.add_command(alpha)
 bench.add_command(disk)
 bench.add_command(hit_sweep)
 bench.add_command(links)
