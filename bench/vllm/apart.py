@@ -57,7 +57,7 @@ from kvredis.bench.core.result import (
     summed,
     table,
 )
-from kvredis.bench.core.servers import ServerProcess, free_port
+from kvredis.bench.core.servers import SUBJECT, free_port
 from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import middle, rotated
 
@@ -69,6 +69,7 @@ from .engine import (
     NIXL,
     TINY,
     EngineProcess,
+    Servers,
     Setting,
     Where,
     connector_of,
@@ -78,7 +79,7 @@ from .engine import (
     launching,
     model_config,
     room_bytes,
-    server_for,
+    servers_for,
 )
 from .run import ANSWER_TOKENS, CPU_CHUNK_TOKENS
 from .worker import Asked, Opening
@@ -250,11 +251,11 @@ def variables_of(name: str) -> dict[str, str]:
 class Pair:
     """The engines of one run, and what was measured of them."""
 
-    def __init__(self, setting: PdSetting, server: ServerProcess, engines: dict[str, EngineProcess]) -> None:
+    def __init__(self, setting: PdSetting, servers: Servers, engines: dict[str, EngineProcess]) -> None:
         self.stalls = {what: Row(kind="stall", what=what, samples=[]) for what in STALLS}
         self.notes: list[str] = []
         self._setting = setting
-        self._server = server
+        self._servers = servers
         self._engines = engines
         self._arms = list(setting.arms)
         kinds = [(arm, way) for arm in setting.arms for way in ways_of(arm)]
@@ -311,7 +312,7 @@ class Pair:
     def _handed_over(self, arm: str, way: str) -> dict[str, Any]:
         seed, tokens = self._next(), self._setting.tokens
         prefill, decode = self._engines[arm], self._engines[decoder_of(arm)]
-        forget(self._server, LANE)
+        forget(self._servers, LANE)
         single = decode.first(seed, tokens, ANSWER_TOKENS)
         decode.reset()
         if arm in PEERS:
@@ -340,7 +341,7 @@ class Pair:
 
     def _stalled(self, what: str) -> dict[str, Any]:
         seed, tokens = self._next(), self._setting.tokens
-        forget(self._server, LANE)
+        forget(self._servers, LANE)
         if what == "loaded":
             prefill = self._engines[next(arm for arm in self._arms if arm not in PEERS)]
             prefill.first(seed, tokens, 1)
@@ -371,8 +372,7 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
         room = room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
         gpu = f"{room >> 20}MiB,{int(setting.gpus > 1)}"
         flags = ("--gpu-memory", gpu) if set(setting.arms) & set(GPU_ARMS) else ()
-        server = stack.enter_context(server_for((LANE,), room, *flags))
-        assert server is not None
+        servers = stack.enter_context(servers_for((LANE,), room, *flags))
         facts = machine_facts()
         engines = {
             name: stack.enter_context(
@@ -381,8 +381,8 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
             for arm in (*setting.arms, _DECODE)
             for name in engines_of(arm)
         }
-        pair = Pair(setting, server, engines)
-        pair.open(server.address.port, where, folder)
+        pair = Pair(setting, servers, engines)
+        pair.open(servers[SUBJECT].address.port, where, folder)
         pair.warm_up()
         until_s = began_s + plan.limit_s
         for repeat in range(plan.repeats):
@@ -394,7 +394,7 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
                 if time.monotonic() < until_s:
                     progress(f"a long prompt {what}")
                     pair.stall(what, repeat)
-        if flags and not int(server.facts().get("gpu_stored_bytes", 0)):
+        if flags and not int(servers[SUBJECT].facts().get("gpu_stored_bytes", 0)):
             notes.append("Nothing was written to GPU memory: what the arm gpu shows is host memory.")
     if time.monotonic() >= until_s:
         notes.append("Time was over before the last repeat.")
