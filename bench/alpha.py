@@ -296,7 +296,7 @@ def table_lines(result: AlphaResult) -> Iterator[str]:
         f" {speeds['kv_gb']:.2f} GB of KV and {speeds['weights_gb']:.2f} GB of weights a step"
     )
     yield (
-        f"GPU memory {speeds['hbm_gb_per_s']:.0f} GB/s, link to {speeds['link']} {speeds['link_gb_per_s']:.1f} GB/s;"
+        f"Memory {speeds['hbm_gb_per_s']:.0f} GB/s, link to {speeds['link']} {speeds['link_gb_per_s']:.1f} GB/s;"
         f" of a step {speeds['other_ms']:.2f} ms beside reading KV, {speeds['overhead_ms']:.3f} ms for its copies alone"
     )
     yield f"a_max = {speeds['a_max']:.3f}"

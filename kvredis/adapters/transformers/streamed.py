@@ -105,7 +105,8 @@ class StreamedCache(Cache):
         """Let what the current stream is given from now on come behind all that was asked to be brought.
 
         Where a step is captured in a CUDA graph, call it at the end of each, captured or not: a graph ends when all its
-        streams have come together, and the next one then finds the first layer's share. Else there is no need to.
+        streams have come together, and the next one then finds the first layer's share. Else there is no need to. Such
+        a graph has the cache's addresses in it, and must not run when that is gone.
         """
         self._memory.shares.join()
 
