@@ -111,6 +111,7 @@ _FOR_ANOTHER: Final = {"do_remote_decode": True, "do_remote_prefill": False} | d
 )
 """kv_transfer_params of a prompt whose KV another engine will read, as vLLM's toy_proxy_server sends them."""
 _PEER_ANSWER_S: Final = 60.0
+_OLD_RUNNER: Final = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the newer one of vLLM 0.26 has no such layout
 _BESIDE_S: Final = 0.02  # behind the prefill engine's request, which has told what it computes by then
 _SHARE_USED: Final = 0.94
 
@@ -243,9 +244,10 @@ def gpu_of(setting: PdSetting, name: str) -> str | None:
 
 def variables_of(name: str) -> dict[str, str]:
     """What else is in the environment of an engine."""
-    if name.split("-")[0] not in PEERS:
+    if (arm := name.split("-")[0]) not in PEERS:
         return {}
-    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return variables | (_OLD_RUNNER if CROSS in arm else {})
 
 
 class Pair:
@@ -317,7 +319,9 @@ class Pair:
         decode.reset()
         if arm in PEERS:
             made = prefill.first(seed, tokens, 1, dict(_FOR_ANOTHER))
-            loaded = decode.first(seed, tokens, ANSWER_TOKENS, made["transfer"])
+            told = dict(made["transfer"] or {})
+            told.pop("remote_prefill_cached_tokens", None)  # newer vLLM says that of the decode engine's hits
+            loaded = decode.first(seed, tokens, ANSWER_TOKENS, told)
         elif way == BEHIND:
             made = prefill.first(seed, tokens, 1)
             loaded = decode.first(seed, tokens, ANSWER_TOKENS)

@@ -73,11 +73,11 @@ def test_vllm_s_own_nixl_connector_hands_prompts_over_between_engines_of_its_own
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(packages(HERE / "nixl.txt", "vllm")))
     path = tmp_path / "result.json"
-    options = ("--arms", "chunked,nixl", "--prompt-tokens", "650", "--quick")
+    options = ("--arms", "chunked,nixl", "--prompt-tokens", "330", "--quick")
     done = CliRunner().invoke(bench, ("pd", "--site", str(site()), *options, "--json", str(path), "--gate"))
     assert done.exit_code == 0, done.output
     result: PdResult = json.loads(path.read_text())
     assert not any("Given up" in note for note in result["notes"]), result["notes"]
     (row,) = (row for row in result["rows"] if row["arm"] == "nixl")
     assert (row["way"], row["equal"], row["hit_share"]) == ("behind", 1, 1)
-    assert row["samples"][0]["hit_tokens"] >= 649, "all but the last token, where kvredis has whole chunks"
+    assert row["samples"][0]["hit_tokens"] >= 329, "all but the last token, where kvredis has whole chunks"

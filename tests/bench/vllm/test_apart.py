@@ -31,7 +31,7 @@ opening = json.loads(sys.stdin.readline())
 role, is_nixl = opening["connector"]["kv_role"], opening["connector"]["kv_connector"] == "NixlConnector"
 seen_gpus, port = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
 with open({told!r}, "a") as told:
-    print(json.dumps([opening, seen_gpus, port]), file=told)
+    print(json.dumps([opening, seen_gpus, port, os.environ.get("VLLM_USE_V2_MODEL_RUNNER")]), file=told)
 print("{{}}", flush=True)
 seen, moved = set(), []
 for line in sys.stdin:
@@ -49,7 +49,8 @@ for line in sys.stdin:
         first_s = asked["seed"] + (0.5 if role == "kv_producer" else loading_s if again else 0.4)
         cached = (asked["tokens"] if is_nixl else 128) if again else 0
         wanted = bool(asked["transfer"] and asked["transfer"].get("do_remote_decode"))
-        transfer = dict(do_remote_prefill=True, of=asked["seed"]) if is_nixl and wanted else None
+        transfer = dict(do_remote_prefill=True, of=asked["seed"], remote_prefill_cached_tokens=0)
+        transfer = transfer if is_nixl and wanted else None
         print(json.dumps(dict(asked_s=float(asked["seed"]), first_s=first_s, cached_tokens=cached,
                               answer=[{answer}], transfer=transfer)), flush=True)
     elif asked["do"] == "stalled":
@@ -76,7 +77,7 @@ def test_each_arm_has_an_engine_on_the_first_gpu_and_one_on_the_second_decodes(t
     where, told = fake(tmp_path, H200)
     result = run(SMALL, where, lambda step: None)
     openings = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [(opening["connector"]["kv_role"], gpu) for opening, gpu, _ in openings] == [
+    assert [(opening["connector"]["kv_role"], gpu) for opening, gpu, *_ in openings] == [
         *[("kv_producer", "0")] * (len(ARMS) + 1),
         ("kv_consumer", "1"),
     ]
@@ -107,7 +108,7 @@ def test_nixl_has_a_pair_of_engines_that_see_both_gpus_and_listen_at_ports_of_th
     where, told = fake(tmp_path, H200 | {"nixl": "1.5.2"})
     result = run(replace(SMALL, arms=("chunked", *PEERS)), where, lambda step: None)
     openings = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [(opening["connector"]["kv_connector"], gpu) for opening, gpu, _ in openings] == [
+    assert [(opening["connector"]["kv_connector"], gpu) for opening, gpu, *_ in openings] == [
         ("KVRedisConnector", "0"),
         *[("NixlConnector", gpus) for gpus in ("0,1", "1,0") * 2],
         ("KVRedisConnector", "1"),
@@ -116,7 +117,8 @@ def test_nixl_has_a_pair_of_engines_that_see_both_gpus_and_listen_at_ports_of_th
     assert [opening["connector"]["kv_role"] for opening, *_ in pairs] == ["kv_producer", "kv_consumer"] * 2
     extra = [opening["connector"]["kv_connector_extra_config"] for opening, *_ in pairs]
     assert [each["enable_cross_layers_blocks"] for each in extra] == [False, False, True, True]
-    ports = [port for *_, port in pairs]
+    assert [runner for *_, runner in pairs] == [None, None, "0", "0"], "the other one has no such layout"
+    ports = [port for *_, port, _ in pairs]
     assert len(set(ports)) == len(pairs)
     assert all(ports), "vLLM's own default is one port for all"
     assert result["options"]["nixl"] == "1.5.2"
