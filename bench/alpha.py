@@ -1,6 +1,6 @@
 """How much of a prompt's KV may lie on another GPU while a model decodes behind it? `kvredis bench alpha` measures what
-`kvredis plan` predicts: the share `a_max` (the rule is in plan.py's head) costs a step nothing, a larger one what the
-link takes.
+`kvredis plan` predicts (the rules are in plan.py's head): up to the share `a_max` the link hides behind the step, which
+takes longer by what it takes to write the share to GPU memory; past it the step takes what the link takes.
 
 A Llama with random weights decodes one token for each of several prompts, of which the first `share` lies on another
 GPU, or in the host's page-locked memory where there is no other, and comes layer by layer while the layers before
@@ -14,7 +14,8 @@ The rule takes from the same machine, minutes before at most:
     overhead_ms     what a step's copies, two a layer, take if they are of 16 bytes
     kv_gb           KV that a step reads, of all prompts
     other_ms        none's step less kv_gb / hbm_gb_per_s
-A step with a share is predicted to take as long as none, or overhead_ms + its bytes / link_gb_per_s if that is longer.
+A step with a share is predicted to take as long as none and its bytes / hbm_gb_per_s, or overhead_ms + its bytes /
+link_gb_per_s if that is longer. The gate judges the largest share within a_max and within plan's landing_share.
 How many prompts there are decides where a_max is: the weights are read once for all of them, so each prompt more leaves
 the link less time for its KV. Unless told, there are as many as put a_max near A_MAX_WANTED by the speeds alone.
 
@@ -24,7 +25,7 @@ kernels may add up in another order. More than APART_MAX is a VerificationError.
 
 The file, kvredis.bench.alpha/1, has beside what every result has
     torch, device, link   what computes, and where shares lie: the GPU's name, or CPU
-    speeds                the figures above, and weights_gb, prompts, is_graph, none_ms and a_max
+    speeds                the figures above, and weights_gb, prompts, is_graph, none_ms, a_max and landing_share
     rows                  share (None: none), share_tokens, local_gb (GPU memory for KV), step_gb (brought in a step),
                           samples; medians of ms; ratio, predicted, of_predicted (ratio / predicted), equal, apart
 """
@@ -58,7 +59,7 @@ from .core.result import (
 from .core.shapes import SHAPES, ModelShape
 from .core.statistics import GB, MIB, by_repeat, counted, paired_ratios, rotated
 from .cuda import Cuda, Place, open_cuda
-from .plan import Pipeline, remote_share
+from .plan import Pipeline, landing_share, remote_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +100,7 @@ class Speeds(TypedDict, total=False):
     other_ms: float
     overhead_ms: float
     a_max: float
+    landing_share: float
 
 
 class AlphaResult(Result):
@@ -173,7 +175,7 @@ def run(plan: AlphaPlan, progress: Progress, cuda: Cuda | str | None = None) -> 
     )  # fmt: skip
     with torch.inference_mode():
         _measure(plan, progress, _Bench(model, shape, tokens, speeds, device, plan), result)
-    result["gate"] = alpha_gate(result["rows"], speeds["a_max"] if on_gpu else None)
+    result["gate"] = alpha_gate(result["rows"], speeds if on_gpu else None)
     result["seconds"] = time.perf_counter() - began_s
     return result
 
@@ -183,7 +185,7 @@ def _measure(plan: AlphaPlan, progress: Progress, bench: _Bench, result: AlphaRe
     progress("KV")
     arms = [bench.plain()]
     trial_ms = median([bench.sample(arms[0], -1)["ms"] for _ in range(_TRIALS)])
-    at_most = math.floor(100 * _pipeline(speeds, trial_ms, bench.layers)[1]) / 100
+    at_most = math.floor(100 * min(_pipeline(speeds, trial_ms, bench.layers)[1:])) / 100
     for share in sorted({0.0, *plan.shares, *([at_most] if at_most <= max(plan.shares, default=0.0) else [])}):
         progress(f"KV with {share:.0%} elsewhere")
         arms.append(bench.streamed(share))
@@ -197,20 +199,20 @@ def _measure(plan: AlphaPlan, progress: Progress, bench: _Bench, result: AlphaRe
             progress(f"a step with {arm.name}")
             samples[arm.name].append(bench.sample(arm, repeat))
     speeds["none_ms"] = median([sample["ms"] for sample in samples[PLAIN]])
-    pipeline, speeds["a_max"] = _pipeline(speeds, speeds["none_ms"], bench.layers)
+    pipeline, speeds["a_max"], speeds["landing_share"] = _pipeline(speeds, speeds["none_ms"], bench.layers)
     speeds["other_ms"], speeds["overhead_ms"] = pipeline.other_ms, pipeline.overhead_ms
     result["rows"] = [_row(arm, samples[arm.name], samples[PLAIN], speeds) for arm in arms]
     result["verified_bytes"] = bench.verified_bytes
 
 
-def _pipeline(speeds: Speeds, none_ms: float, layers: int) -> tuple[Pipeline, float]:
-    """Give what the rule takes, and what it says: a_max."""
+def _pipeline(speeds: Speeds, none_ms: float, layers: int) -> tuple[Pipeline, float, float]:
+    """Give what the rules take, and what they say: a_max and landing_share."""
     pipeline = Pipeline(
         speeds["hbm_gb_per_s"], speeds["link_gb_per_s"],
         other_ms=none_ms - 1e3 * speeds["kv_gb"] / speeds["hbm_gb_per_s"],
         overhead_ms=2 * layers * speeds["copy_us"] / 1e3, kv_gb=speeds["kv_gb"],
     )  # fmt: skip
-    return pipeline, remote_share(pipeline, speeds["kv_gb"])
+    return pipeline, remote_share(pipeline, speeds["kv_gb"]), landing_share(pipeline, speeds["kv_gb"])
 
 
 def prompts_for(each_gb: float, speeds: Speeds, caches_count: float, free_gb: float) -> int:
@@ -235,7 +237,8 @@ def _row(arm: _Arm, samples: Sequence[Sample], plain: Sequence[Sample], speeds: 
     predicted = None
     if arm.share is not None:
         came_ms = speeds["overhead_ms"] + 1e3 * arm.step_gb / speeds["link_gb_per_s"] if arm.step_gb else 0.0
-        predicted = max(1.0, came_ms / speeds["none_ms"])
+        landed_ms = 1e3 * arm.step_gb / speeds["hbm_gb_per_s"]
+        predicted = max(speeds["none_ms"] + landed_ms, came_ms) / speeds["none_ms"]
     row = Row(
         share=arm.share, share_tokens=arm.share_tokens, local_gb=arm.local_gb, step_gb=arm.step_gb, samples=samples,
         predicted=predicted, equal=sum(sample["equal"] for sample in samples) / len(samples),
@@ -246,16 +249,20 @@ def _row(arm: _Arm, samples: Sequence[Sample], plain: Sequence[Sample], speeds: 
     return row
 
 
-def alpha_gate(rows: Sequence[Row], a_max: float | None) -> list[GateLine]:
-    """Judge: logits, and on a GPU, whose a_max is told, what shares cost below it and past it."""
+def alpha_gate(rows: Sequence[Row], speeds: Speeds | None) -> list[GateLine]:
+    """Judge: logits, and on a GPU, whose `speeds` are told, what a share within both rules costs, and one past them."""
     shared = [row for row in rows if row["share"] is not None]
     lines = [gate_line("samples with the logits of share 0, least", "= 1", min(row["equal"] for row in shared))]
-    if a_max is None:
+    if speeds is None:
         return lines
-    below = max((row for row in shared if row["share"] <= a_max), key=_share)  # share 0, if none else
+    a_max = speeds["a_max"]
+    most_within = min(a_max, speeds["landing_share"])
+    below = max((row for row in shared if row["share"] <= most_within), key=_share)  # share 0, if none else
     past = [row for row in shared if row["share"] > a_max]
     lines.append(
-        gate_line(f"a_max {a_max:.3f}: share {_share(below):.2f}, step / none", f"<= {RATIO_BAR}x", below["ratio"])
+        gate_line(
+            f"up to {most_within:.3f}: share {_share(below):.2f}, step / none", f"<= {RATIO_BAR}x", below["ratio"]
+        )
     )
     if not past:
         return [*lines, gate_line("no share is past it: more --prompts, or larger --shares", f"> {RATIO_BAR}x", None)]
@@ -299,7 +306,7 @@ def table_lines(result: AlphaResult) -> Iterator[str]:
         f"Memory {speeds['hbm_gb_per_s']:.0f} GB/s, link to {speeds['link']} {speeds['link_gb_per_s']:.1f} GB/s;"
         f" of a step {speeds['other_ms']:.2f} ms beside reading KV, {speeds['overhead_ms']:.3f} ms for its copies alone"
     )
-    yield f"a_max = {speeds['a_max']:.3f}"
+    yield f"a_max = {speeds['a_max']:.3f}, landing_share = {speeds['landing_share']:.3f}"
     yield ""
     yield from table(_COLUMNS, result["rows"])
     yield ""

@@ -132,12 +132,18 @@ def test_the_caches_of_all_shares_are_counted() -> None:
     assert caches((0.0, 0.5)) == pytest.approx(3.5)
 
 
+def bounds(a_max: float, landing_share: float = 1.0) -> Speeds:
+    """Speeds of which the gate reads what the rules say."""
+    return Speeds(a_max=a_max, landing_share=landing_share)
+
+
 def test_below_a_max_a_step_takes_no_longer_and_past_it_what_is_predicted() -> None:
     rows = [row(None, 1.0, None), row(0.0, 1.01), row(0.2, 1.02), row(0.3, 1.04), row(0.5, 1.7, 1.6)]
-    lines = alpha_gate(rows, 0.31)
+    lines = alpha_gate(rows, bounds(0.31))
     assert [line["passed"] for line in lines] == [True] * 4
-    assert lines[1]["name"] == "a_max 0.310: share 0.30, step / none"
+    assert lines[1]["name"] == "up to 0.310: share 0.30, step / none"
     assert [line["measured"] for line in lines[1:]] == pytest.approx([1.04, 1.7, 1.7 / 1.6])
+    assert alpha_gate(rows, bounds(0.31, 0.25))[1]["name"] == "up to 0.250: share 0.20, step / none"
 
 
 @pytest.mark.parametrize(
@@ -154,11 +160,11 @@ def test_each_line_of_the_gate_can_be_missed(changed: dict[int, Row], missed: in
     rows = [row(None, 1.0, None), row(0.0, 1.0), row(0.3, 1.0), row(0.5, 1.6, 1.6)]
     for at, other in changed.items():
         rows[at] = other
-    assert [at for at, line in enumerate(alpha_gate(rows, 0.31)) if not line["passed"]] == [missed]
+    assert [at for at, line in enumerate(alpha_gate(rows, bounds(0.31))) if not line["passed"]] == [missed]
 
 
 def test_without_a_share_past_a_max_the_gate_says_what_to_do() -> None:
-    lines = alpha_gate([row(None, 1.0, None), row(0.0, 1.0), row(0.5, 1.0)], 0.8)
+    lines = alpha_gate([row(None, 1.0, None), row(0.0, 1.0), row(0.5, 1.0)], bounds(0.8))
     assert (lines[-1]["passed"], lines[-1]["measured"]) == (False, None)
     assert "more --prompts" in lines[-1]["name"]
 
