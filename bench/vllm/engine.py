@@ -69,7 +69,9 @@ _ENVIRONMENT: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "PYTHONUNBUFFERED": "1",
 }
-_LMCACHE_ENVIRONMENT: Final = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
+_LMCACHE_ENVIRONMENT: Final = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"} | {
+    "VLLM_USE_V2_MODEL_RUNNER": "0"  # whose graphs have no forward context, without which LMCache 0.5.3 loads nothing
+}
 _REDIS_IO_THREADS: Final = 4
 """As LMCache's page of RESP has it."""
 _BREAKS: Final = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
