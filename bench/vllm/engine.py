@@ -35,7 +35,8 @@ from kvredis.bench.core.statistics import rotated
 from .worker import Asked, Opening, Served, Stalled, Together
 
 NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
-LAYERS, AUTO = "layers", "auto"
+NIXL = "nixl"
+LAYERS, AUTO, CROSS = "layers", "auto", "cross"
 LMCACHE: Final = "lmcache"
 LMCACHE_ARMS: Final = (LMCACHE, f"{LMCACHE}+{BASELINE}", f"{LMCACHE}+{SUBJECT}")
 """LMCache's own connector: its CPU tier, as its page of that configures it, or a server alone behind its native client
@@ -68,7 +69,9 @@ _ENVIRONMENT: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "PYTHONUNBUFFERED": "1",
 }
-_LMCACHE_ENVIRONMENT: Final = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
+_LMCACHE_ENVIRONMENT: Final = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"} | {
+    "VLLM_USE_V2_MODEL_RUNNER": "0"  # whose graphs have no forward context, without which LMCache 0.5.3 loads nothing
+}
 _REDIS_IO_THREADS: Final = 4
 """As LMCache's page of RESP has it."""
 _BREAKS: Final = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
@@ -128,6 +131,12 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
     if kind == OFFLOADING:
         extra: dict[str, Any] = {"cpu_bytes_to_use": room, "block_size": chunk_tokens}
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if kind == NIXL:
+        extra = {"enable_cross_layers_blocks": CROSS in words}
+        return {
+            "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": extra,
+        }  # fmt: skip
     if kind == LMCACHE:
         given: dict[str, Any] = {
             "chunk_size": chunk_tokens,
@@ -197,18 +206,22 @@ class EngineProcess(LineProcess):
     Raises BenchError, with the end of what the process printed, for whatever goes wrong in it.
     """
 
-    def __init__(self, arm: str, where: Where, folder: Path, gpu: str | None = None) -> None:
-        """With `gpu` it sees no other one."""
+    def __init__(
+        self, arm: str, where: Where, folder: Path, gpu: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """With `gpu` (CUDA_VISIBLE_DEVICES) it sees no other one; `variables` are of its environment, too."""
         self.arm = arm
         command = [where.python, "-m", "kvredis.bench.vllm.worker"]
         log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
         # In that folder: `python -m` looks where it stands first.
-        environment = _environment(where) | (_BREAKS if LAYERS in arm else {})
+        environment = _environment(where) | (_BREAKS if LAYERS in arm else {}) | dict(variables or {})
         if arm in LMCACHE_ARMS:
             environment |= _LMCACHE_ENVIRONMENT
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         super().__init__(f"the engine of {arm}", command, environment, folder=folder, log=log)
+        self.answer_s = ANSWER_S
+        """An engine that has not answered by then has failed."""
 
     def open(self, told: Opening) -> None:
         """Make the engine."""
@@ -222,14 +235,14 @@ class EngineProcess(LineProcess):
         """Have many prompts served at once; `asked` is what vllm_worker.Engine.together takes."""
         return cast(Together, self._ask({"do": "together", **asked}))
 
-    def first(self, seed: int, tokens: int, answer: int) -> Asked:
-        """Have a prompt served once."""
-        self.begin_first(seed, tokens, answer)
+    def first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> Asked:
+        """Have a prompt served once; `transfer` is kv_transfer_params for it."""
+        self.begin_first(seed, tokens, answer, transfer)
         return self.first_answer()
 
-    def begin_first(self, seed: int, tokens: int, answer: int) -> None:
+    def begin_first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> None:
         """Ask for it, and wait for nothing."""
-        self.tell({"do": "first", "seed": seed, "tokens": tokens, "answer": answer})
+        self.tell({"do": "first", "seed": seed, "tokens": tokens, "answer": answer, "transfer": transfer})
 
     def first_answer(self) -> Asked:
         """What becomes of that."""
@@ -257,7 +270,7 @@ class EngineProcess(LineProcess):
         return self._answered()
 
     def _answered(self) -> dict[str, Any]:
-        answer = self.answer(ANSWER_S)
+        answer = self.answer(self.answer_s)
         if "error" in answer:
             raise self.failed(answer["error"])
         return answer
@@ -341,9 +354,9 @@ def server_of(arm: str) -> str | None:
     return SUBJECT if kind in OURS else None
 
 
-def _recipe(name: str, room: int) -> Recipe:
+def _recipe(name: str, room: int, *flags: str) -> Recipe:
     if name == SUBJECT:
-        return kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB")
+        return kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB", *flags)
     redis = roomy(RECIPES[name], 2 * room)  # which counts what clients are sending, and would evict for it
     plain, threads = redis.arguments, str(min(os.cpu_count() or 1, _REDIS_IO_THREADS))
     return replace(redis, arguments=lambda at, folder: [*plain(at, folder), "--io-threads", threads])
@@ -354,11 +367,11 @@ Servers = Mapping[str, ServerProcess]
 
 
 @contextmanager
-def servers_for(arms: Sequence[str], room: int) -> Iterator[Servers]:
-    """Run the servers that the arms need, each with room for so many bytes."""
+def servers_for(arms: Sequence[str], room: int, *flags: str) -> Iterator[Servers]:
+    """Run the servers that the arms need, each with room for so many bytes; kvredis with more `flags`."""
     with ExitStack() as stack:
         names = dict.fromkeys(name for arm in arms if (name := server_of(arm)) is not None)
-        yield {name: stack.enter_context(ServerProcess(_recipe(name, room), "tcp")) for name in names}
+        yield {name: stack.enter_context(ServerProcess(_recipe(name, room, *flags), "tcp")) for name in names}
 
 
 def port_of(servers: Servers, arm: str) -> int:

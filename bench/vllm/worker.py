@@ -12,6 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from types import BuiltinFunctionType
@@ -61,6 +63,7 @@ class Asked(TypedDict):
     first_s: float  # when its first token was there
     cached_tokens: int
     answer: list[int]
+    transfer: dict[str, Any] | None  # kv_transfer_params of the output
 
 
 class Stalled(TypedDict):
@@ -280,21 +283,22 @@ class Engine:
             answers=[answers[place] for place in range(len(prompts))],
         )
 
-    def first(self, seed: int, tokens: int, answer: int) -> Asked:
-        """Serve one prompt, with `answer` tokens."""
+    def first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> Asked:
+        """Serve one prompt, with `answer` tokens; `transfer` is kv_transfer_params for it."""
         asked_s = time.monotonic()
-        self._add("first", self._prompt(seed, tokens), answer)
+        self._add("first", self._prompt(seed, tokens), answer, transfer)
         first_s, output = 0.0, None
         while self._llm.llm_engine.has_unfinished_requests():
             for output in self._llm.llm_engine.step():
                 first_s = first_s or (time.monotonic() if output.outputs[0].token_ids else 0.0)
-        if output is None:
+        if output is None or not first_s:
             raise RuntimeError("vLLM has answered nothing")
         return Asked(
             asked_s=asked_s,
             first_s=first_s,
             cached_tokens=int(output.num_cached_tokens or 0),
             answer=list(output.outputs[0].token_ids),
+            transfer=output.kv_transfer_params,
         )
 
     def stalled(self, seed: int, tokens: int, count: int, steps: int) -> Stalled:
@@ -324,11 +328,12 @@ class Engine:
         self._reset()
         return {}
 
-    def _add(self, name: str, prompt: list[int], count: int) -> None:
+    def _add(self, name: str, prompt: list[int], count: int, transfer: dict[str, Any] | None = None) -> None:
         from vllm import SamplingParams
 
         self._number += 1
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra)
         self._llm.llm_engine.add_request(f"{name}-{self._number}", {"prompt_token_ids": prompt}, sampling)
 
     def forget(self) -> dict[str, Any]:
@@ -389,7 +394,9 @@ def device() -> dict[str, Any]:
     import torch
     import vllm
 
-    said = {"vllm": vllm.__version__, "torch": torch.__version__}
+    said = {"vllm": vllm.__version__, "torch": torch.__version__, "nixl": None}
+    with suppress(PackageNotFoundError):
+        said["nixl"] = version("nixl")
     if not torch.cuda.is_available():
         return {"device": "cpu", "memory_bytes": 0} | said
     facts = torch.cuda.get_device_properties(0)
