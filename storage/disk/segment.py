@@ -23,10 +23,10 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from xxhash import xxh3_128_digest
-
 from kvredis.storage.database import Database, unplaced
 from kvredis.storage.memory.allocator import GRAIN_BYTES, Extent
+
+from .checksum import digest
 
 FORMAT_VERSION: Final = 1
 """Of records and index together; another one is another directory's."""
@@ -184,7 +184,7 @@ def seal(image: memoryview, facts: Facts, seq: int) -> bytes:
     Reads the whole payload, with the GIL free. The key must be no longer than KEY_BYTES_MAX.
     """
     key, space, length, expire_at_ms = facts
-    checksum: bytes = xxh3_128_digest(image[HEADER_BYTES : HEADER_BYTES + length])
+    checksum = digest(image[HEADER_BYTES : HEADER_BYTES + length])
     header = bytearray(HEADER_BYTES)
     _HEADER.pack_into(header, 0, MAGIC, FORMAT_VERSION, len(key), space, 0, length, expire_at_ms, seq, checksum)
     header[_HEADER.size : _HEADER.size + len(key)] = key
@@ -208,7 +208,7 @@ def fault(image: memoryview, record: Record, name: Name | None = None) -> str | 
     key = bytes(image[_HEADER.size : _HEADER.size + key_length])
     if ((key, space), length, seq, checksum) != (name or record.written_as, record.length, record.seq, record.checksum):
         return "another record"
-    if xxh3_128_digest(image[HEADER_BYTES : HEADER_BYTES + length]) != record.checksum:
+    if digest(image[HEADER_BYTES : HEADER_BYTES + length]) != record.checksum:
         return "payload checksum"
     return None
 

@@ -1,0 +1,6 @@
+"""What storage/disk/_checksum.c offers to checksum.py."""
+
+from _typeshed import ReadableBuffer
+
+def digest(payload: ReadableBuffer, /) -> bytes: ...
+def is_usable() -> bool: ...
