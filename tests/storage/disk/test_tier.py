@@ -545,8 +545,9 @@ def test_of_the_coldest_only_those_that_lie_side_by_side_leave_for_a_run(tmp_pat
 
 
 def test_no_block_leaves_for_a_run_where_none_may_or_where_the_coldest_lie_apart(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        keys = [b"old:%d" % number for number in range(3 * (SEGMENT_BYTES // RUN_RECORD_BYTES))]
+    segments = 8
+    with closing(small_disk(tmp_path, segments=segments)) as disk:
+        keys = [b"old:%d" % number for number in range(segments * (SEGMENT_BYTES // RUN_RECORD_BYTES))]
         for number, key in enumerate(keys):
             assert put(disk, key, content(number, 9000))
         assert disk.write_run(run_images(), evict=False) == (None, [])
