@@ -161,26 +161,46 @@ static void sum_up(const char *data, size_t bytes, unsigned char digest[16]) { (
 static int can(void) { return 0; }
 #endif
 
-static PyObject *digest(PyObject *module, PyObject *payload) {
+/* Sum up payloads whose buffers are held, without the interpreter lock where that takes a while; NULL with an exception. */
+static PyObject *sum_all(const Py_buffer *views, Py_ssize_t count) {
+    unsigned char(*found)[16] = PyMem_Malloc((size_t)count * sizeof *found + 1);
+    if (found == NULL) return PyErr_NoMemory();
+    Py_ssize_t bytes = 0;
+    for (Py_ssize_t at = 0; at < count; at++) bytes += views[at].len;
+    PyThreadState *state = bytes < UNLOCK_FROM_BYTES ? NULL : PyEval_SaveThread();
+    for (Py_ssize_t at = 0; at < count; at++) sum_up(views[at].buf, (size_t)views[at].len, found[at]);
+    if (state != NULL) PyEval_RestoreThread(state);
+    PyObject *digests = PyList_New(count);
+    for (Py_ssize_t at = 0; digests != NULL && at < count; at++) {
+        PyObject *digest = PyBytes_FromStringAndSize((const char *)found[at], sizeof found[at]);
+        if (digest == NULL) Py_CLEAR(digests);
+        else PyList_SET_ITEM(digests, at, digest);
+    }
+    PyMem_Free(found);
+    return digests;
+}
+
+static PyObject *digests(PyObject *module, PyObject *payloads) {
     (void)module;
-    Py_buffer view;
-    unsigned char found[16];
-    if (PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE) < 0) return NULL;
-    if (!can() || view.len < LONG_FROM_BYTES) {
-        PyErr_Format(PyExc_ValueError, "no checksum of %zd bytes here: at least %d, and a processor with AVX2", view.len,
-                     LONG_FROM_BYTES);
-        PyBuffer_Release(&view);
-        return NULL;
+    PyObject *all = PySequence_Fast(payloads, "digests() takes a sequence of payloads"), *found = NULL;
+    if (all == NULL) return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(all), held = 0;
+    Py_buffer *views = PyMem_Malloc((size_t)count * sizeof *views + 1); /* held, so none is resized or unmapped meanwhile */
+    int good = views != NULL;
+    if (!good) PyErr_NoMemory();
+    while (good && held < count) {
+        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(all, held), &views[held], PyBUF_SIMPLE) < 0) break;
+        held++;
+        good = can() && views[held - 1].len >= LONG_FROM_BYTES;
+        if (!good)
+            PyErr_Format(PyExc_ValueError, "no checksum of %zd bytes here: at least %d, and a processor with AVX2",
+                         views[held - 1].len, LONG_FROM_BYTES);
     }
-    if (view.len < UNLOCK_FROM_BYTES) {
-        sum_up(view.buf, (size_t)view.len, found);
-    } else {
-        Py_BEGIN_ALLOW_THREADS /* the buffer is held, so it cannot be resized, unmapped or given back meanwhile */
-        sum_up(view.buf, (size_t)view.len, found);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&view);
-    return PyBytes_FromStringAndSize((const char *)found, sizeof found);
+    if (good && held == count) found = sum_all(views, count);
+    while (held > 0) PyBuffer_Release(&views[--held]);
+    PyMem_Free(views);
+    Py_DECREF(all);
+    return found;
 }
 
 static PyObject *is_usable(PyObject *module, PyObject *nothing) {
@@ -189,8 +209,8 @@ static PyObject *is_usable(PyObject *module, PyObject *nothing) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"digest", digest, METH_O, "digest(payload) -> its XXH3-128, 16 bytes"},
-    {"is_usable", is_usable, METH_NOARGS, "is_usable() -> whether this processor has what digest() needs"},
+    {"digests", digests, METH_O, "digests(payloads) -> [XXH3-128 of each, 16 bytes]"},
+    {"is_usable", is_usable, METH_NOARGS, "is_usable() -> whether this processor has what digests() needs"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,7 +4,7 @@ Long payloads are summed by our own code (_checksum.c) where it was built and th
 theirs lie in no cache; all others, and all elsewhere, by xxhash. Both find the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -15,18 +15,23 @@ from kvredis.storage.memory.copy import NATIVE_WANTED
 NATIVE_FROM_BYTES: Final = 64 * 1024
 """Shorter payloads are in a cache, or soon over."""
 
-_digest_natively: Callable[[memoryview], bytes] | None = None
+_digests_natively: Callable[[Sequence[memoryview]], list[bytes]] | None = None
 if NATIVE_WANTED:
     with suppress(ImportError):  # not built here
         from . import _checksum
 
-        _digest_natively = _checksum.digest if _checksum.is_usable() else None
+        _digests_natively = _checksum.digests if _checksum.is_usable() else None
 
 
 def digest(payload: memoryview) -> bytes:
     """Give the 16 bytes of the XXH3-128 of contiguous memory, which must not change meanwhile. Other threads run on
     while a long payload is summed."""
-    if _digest_natively is not None and len(payload) >= NATIVE_FROM_BYTES:
-        return _digest_natively(payload)
-    found: bytes = xxh3_128_digest(payload)
-    return found
+    return digests((payload,))[0]
+
+
+def digests(payloads: Sequence[memoryview]) -> list[bytes]:
+    """Give the `digest` of each of some payloads. One call for all: what is summed up drives what Python works with out
+    of the cache, which costs more than the work itself when it comes once a payload."""
+    if _digests_natively is not None and min(map(len, payloads), default=0) >= NATIVE_FROM_BYTES:
+        return _digests_natively(payloads)
+    return [xxh3_128_digest(payload) for payload in payloads]

@@ -155,7 +155,7 @@ class DiskTier(DiskState):
             return None
         with self._lock:
             seq = self._next_seq()
-        checksum = seal(image, facts, seq)
+        (checksum,) = seal([(facts, image)], [seq])
         if not self._put(extent, [image[: extent.length]], 1):
             return None
         return Record.of(facts, extent, seq, checksum)
@@ -235,8 +235,7 @@ class DiskTier(DiskState):
         offset = whole.offset
         with self._lock:
             seqs = [self._next_seq() for _ in images]
-        for (facts, image), seq in zip(images, seqs, strict=True):
-            checksum = seal(image, facts, seq)
+        for (facts, image), seq, checksum in zip(images, seqs, seal(images, seqs), strict=True):
             records.append(Record.of(facts, Extent(offset, len(image)), seq, checksum))
             offset += len(image)
         if not self._put(whole, pieces, len(images)):

@@ -34,7 +34,7 @@ def test_our_own_code_finds_what_xxhash_finds(length: int) -> None:
         pytest.skip("this processor has no AVX2")
     for shift in (0, 1, 33):
         payload = NOISE[shift : shift + length]
-        assert native.digest(payload) == xxh3_128_digest(payload)
+        assert native.digests([payload]) == [xxh3_128_digest(payload)]
 
 
 def test_one_turned_bit_anywhere_is_another_checksum() -> None:
@@ -49,12 +49,22 @@ def test_one_turned_bit_anywhere_is_another_checksum() -> None:
 
 def test_what_is_short_or_not_in_one_piece_is_refused_and_let_go_of() -> None:
     native = pytest.importorskip("kvredis.storage.disk._checksum", reason="the extension is not built here")
-    short = bytearray(240)
+    long, short = bytearray(KIB), bytearray(240)
     with pytest.raises(ValueError, match="no checksum of 240 bytes"):
-        native.digest(short)
-    short.extend(b"x")  # BufferError, were it still held
+        native.digests([long, short])
     with pytest.raises(BufferError):
-        native.digest(NOISE[::2])
+        native.digests([long, NOISE[::2]])
+    with pytest.raises(TypeError):
+        native.digests([long, 7])
+    for each in (long, short):
+        each.extend(b"x")  # BufferError, were it still held
+
+
+def test_each_of_several_payloads_has_its_own_checksum() -> None:
+    payloads = [NOISE[start : start + length] for start, length in ((0, 300 * KIB), (7, 64 * KIB), (50, 128 * KIB))]
+    assert checksum.digests(payloads) == [xxh3_128_digest(payload) for payload in payloads]
+    assert checksum.digests([*payloads, NOISE[:3]])[-1] == xxh3_128_digest(NOISE[:3])
+    assert checksum.digests([]) == []
 
 
 def test_threads_that_sum_at_the_same_time_do_not_disturb_each_other() -> None:

@@ -34,7 +34,7 @@ def sealed(facts: Facts, payload: bytes, seq: int = 7) -> tuple[memoryview, Reco
     """A record's image and what the index would say of it."""
     image = scratch(len(payload))
     image[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-    checksum = seal(image, facts, seq)
+    (checksum,) = seal([(facts, image)], [seq])
     extent = Extent(0, record_bytes(len(payload)))
     return image, Record.of(facts, extent, seq, checksum)
 
