@@ -12,7 +12,8 @@ A hit of n tokens takes latency + n x bytes_per_token / bandwidth to load and n 
   bandwidth: that decides how large a chunk should be;
 - a share `a` of the KV (M bytes) that a step reads may lie behind a link when bringing it, a x M / B_link + T_overhead,
   takes no longer than what goes on meanwhile, M / B_vram + T_other. So a_max = B_link x (1 / B_vram + (T_other -
-  T_overhead) / M), between 0 and 1.
+  T_overhead) / M), between 0 and 1. What comes is also written to the memory that the step reads, a x M / B_vram: from
+  the share on at which that is LANDING_COST of the step, `landing_share`, it is slower even where the link would hide.
 
 Speeds that are no positive numbers, and prompts without a whole chunk, are a ValueError where they are written down.
 Units: GB = 1e9 bytes, GB/s, ms where a name says so, tokens. The result's schema is kvredis.plan/1.
@@ -112,6 +113,10 @@ class Workload:
             raise ValueError(f"a prompt of {self.prompt_tokens} tokens has no whole chunk of {self.chunk_tokens}")
 
 
+LANDING_COST: Final = 0.05
+"""Of a step: what it may be slowed down by writing KV that comes from elsewhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """What a decoding step has: GPU memory and link bandwidth, and, per step, time beside reading KV and time that
@@ -166,6 +171,7 @@ class PipelineJson(TypedDict):
     overhead_ms: float
     kv_gb: float
     a_max: float
+    landing_share: float
 
 
 class PlanResult(TypedDict):
@@ -277,6 +283,13 @@ def remote_share(pipeline: Pipeline, kv_gb: float) -> float:
     return min(1.0, max(0.0, share))
 
 
+def landing_share(pipeline: Pipeline, kv_gb: float) -> float:
+    """Give how much of the `kv_gb` that a step reads may come from elsewhere before writing it to the GPU's memory
+    takes LANDING_COST of the step; 0 to 1."""
+    step_s = kv_gb / pipeline.hbm_gb_per_s + pipeline.other_ms / 1e3
+    return min(1.0, LANDING_COST * step_s * pipeline.hbm_gb_per_s / kv_gb)
+
+
 def _break_even_gb_per_s(shape: ModelShape, workload: Workload) -> float:
     return break_even_bytes_per_s(shape.bytes_per_token(), workload.prefill_tokens_per_s) / GB
 
@@ -296,6 +309,7 @@ def _pipeline(pipeline: Pipeline, sizes: SizesJson) -> PipelineJson:
         overhead_ms=pipeline.overhead_ms,
         kv_gb=kv_gb,
         a_max=remote_share(pipeline, kv_gb),
+        landing_share=landing_share(pipeline, kv_gb),
     )
 
 
@@ -533,6 +547,10 @@ def _pipeline_lines(pipeline: PipelineJson) -> Iterator[str]:
     yield (
         f"  = {pipeline['link_gb_per_s']:g} x (1 / {pipeline['hbm_gb_per_s']:g} + ({pipeline['other_ms']:g} ms -"
         f" {pipeline['overhead_ms']:g} ms) / {pipeline['kv_gb']:.3f} GB), between 0 and 1"
+    )
+    yield (
+        f"  From {pipeline['landing_share'] * 100:.1f} % on writing what comes takes {LANDING_COST:.0%} of a step or"
+        " more"
     )
 
 

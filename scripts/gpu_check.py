@@ -48,6 +48,7 @@ from gpu_check_scenarios import (
     FAILED,
     GIB,
     GPU,
+    ON_GPU,
     OPEN_S,
     PASSED,
     SCENARIOS,
@@ -78,7 +79,7 @@ OVER_S: Final = 40.0
 GONE: Final = ("does not answer", "EngineDead", "engine core died", " ended with ")
 """In what is said of an engine that is of no more use."""
 
-ARMS: Final = {"whole": "lane", "layers": "lane+layers", "tcp": "tcp"}
+ARMS: Final = {"whole": "lane", "layers": "lane+layers", "tcp": "tcp", "gpu": "lane", "gpu-layers": "lane+layers"}
 """Each mode as an arm of `kvredis bench vllm`."""
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
@@ -197,7 +198,8 @@ class Checking:
     def _opened(self, case: Case, device: int, stack: ExitStack) -> Run:
         """The case's server and two engines, which open side by side."""
         plan, name = self._plan, case.name.replace(" ", "-")
-        server = stack.enter_context(Server((1 if plan.on_cpu else 4) * GIB, plan.folder / f"{name}-server.log"))
+        room, log = (1 if plan.on_cpu else 4) * GIB, plan.folder / f"{name}-server.log"
+        server = stack.enter_context(Server(room, log, device if case.mode.startswith(ON_GPU) else None))
         config = config_of(case.model, plan.size)
         told = connector_of(ARMS[case.mode], plan.size.chunk, GIB, server.port, is_gpu=not plan.on_cpu)
         assert told is not None
@@ -233,6 +235,8 @@ class Checking:
             run.limit_s = scenario.limit_s
             try:
                 found = scenario.do(run)
+                if run.case.mode.startswith(ON_GPU) and found.loaded_chunks and not run.server.read_on_gpu():
+                    found.fail("nothing was read in GPU memory")
             except Exception as error:  # of any kind: the other rows are still worth their time
                 found = Finding(FAILED, shortened(error))
             self._row(run.case, scenario.name, found, time.monotonic() - began_s)
@@ -269,7 +273,7 @@ def environment_of(plan: Plan, case: Case, device: int) -> dict[str, str]:
     else:
         devices = range(case.devices) if case.devices > 1 else [device]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    if case.mode == "layers":
+    if case.mode.endswith("layers"):
         environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     paths = [path for path in (plan.site, environment["PYTHONPATH"]) if path]
     return environment | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_CACHE_ROOT": str(plan.folder / "vllm")}

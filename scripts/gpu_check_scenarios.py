@@ -132,6 +132,8 @@ class Case:
 
 
 EXACT, NEAR = "float32", "bfloat16"
+ON_GPU: Final = "gpu"
+"""How the modes begin whose server has GPU memory."""
 CASES: Final = (
     *(Case("dense", mode, EXACT) for mode in ("layers", "whole", "tcp")),
     *(Case("dense", mode, EXACT, ranks=2) for mode in ("layers", "whole")),
@@ -142,6 +144,9 @@ CASES: Final = (
     *(Case("latent", mode, NEAR) for mode in ("whole", "layers", "tcp")),  # vLLM has no MLA in float32 on a GPU
     *(Case("dense", mode, NEAR) for mode in ("layers", "whole", "tcp")),
     Case("window", "whole", NEAR),
+    *(Case(model, "gpu", EXACT) for model in ("dense", "window")),
+    Case("dense", "gpu-layers", EXACT),
+    Case("latent", "gpu", NEAR),
     Case("hybrid", "whole", NEAR),
     Case("hybrid", "whole", NEAR, drafts=2),
     Case("hybrid", "whole", NEAR, ranks=2),
@@ -174,7 +179,7 @@ def options_of(case: Case, size: Size, *, on_cpu: bool, is_second: bool = False)
     if case.dtype == EXACT:
         made["attention_backend"] = "TRITON_ATTN"
     # torch.compile would take longer than all of this: graphs as vLLM has them without it.
-    mode = "PIECEWISE" if case.mode == "layers" else "FULL"
+    mode = "PIECEWISE" if case.mode.endswith("layers") else "FULL"
     made["compilation_config"] = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     return made
 
@@ -183,11 +188,13 @@ def options_of(case: Case, size: Size, *, on_cpu: bool, is_second: bool = False)
 
 
 class Server:
-    """`kvredis serve` at one port, which can be killed and started again. A context manager."""
+    """`kvredis serve` at one port, which can be killed and started again; with memory of GPU `device`, if that is said.
+    A context manager."""
 
-    def __init__(self, room: int, log: Path) -> None:
+    def __init__(self, room: int, log: Path, device: int | None = None) -> None:
         self.port = free_port()
         self._room, self._log = room, log
+        self._gpu = [] if device is None else ["--gpu-memory", f"{room >> 21}MiB,{device}"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -200,7 +207,7 @@ class Server:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         command = [sys.executable, "-m", "kvredis", "serve", "--bind", "127.0.0.1", "--port", str(self.port)]
-        command += ["--max-local-cpu-size", f"{self._room >> 20}MiB"]
+        command += ["--max-local-cpu-size", f"{self._room >> 20}MiB", *self._gpu]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment(os.environ),
@@ -231,11 +238,16 @@ class Server:
         with Connection.open(Address(host="127.0.0.1", port=self.port)) as connection:
             until_s, first = time.monotonic() + wait_s, ""
             while time.monotonic() < until_s:  # without a rest: a load is as short as a few of these questions
-                hits = info_lines(connection.call(b"INFO", b"kv"))["store_hits"]
+                told = info_lines(connection.call(b"INFO", b"kv"))
+                hits = f"{told['store_hits']} {told.get('gpu_leased_blocks')}"
                 first = first or hits
                 if hits != first:
                     return True
         return False
+
+    def read_on_gpu(self) -> int:
+        """How many blocks have been read in its GPU memory."""
+        return int(info_lines(self.call(b"INFO", b"kv")).get("gpu_leased_blocks", 0))
 
     def keys(self) -> list[bytes]:
         """Of all blocks."""

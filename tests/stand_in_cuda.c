@@ -68,6 +68,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(i
 int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
 int cuCtxPushCurrent_v2(void *context) { depth++; return context == NULL ? 201 : 0; }
 int cuCtxPopCurrent_v2(void **context) { depth--; return 0; }
+int cuCtxSynchronize(void) { return depth < 1; }
 int cuMemHostRegister_v2(void *address, size_t length, unsigned flags) { return 0; }
 int cuMemHostUnregister(void *address) { return 0; }
 
@@ -138,4 +139,7 @@ int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t length, void 
 }
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t length, void *stream) {
     return copy((void *)(uintptr_t)to, from, length);
+}
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t length, void *stream) {
+    return copy((void *)(uintptr_t)to, (const void *)(uintptr_t)from, length);
 }

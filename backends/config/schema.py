@@ -115,6 +115,13 @@ class Config:
         "BOOL",
         "wait for KV that another engine is computing, as long as computing it takes (vLLM)",
     )
+    use_gpu_memory: bool = _key(
+        True,
+        parsers.flag,
+        "BOOL",
+        "write blocks to the GPU memory of a server on this host that has some, and read there those that lie there"
+        " (vLLM, with local_cpu: false)",
+    )
     state_bytes_per_prompt: int | None = _key(
         None,
         parsers.optional(parsers.memory(1)),

@@ -32,6 +32,7 @@ from kvredis.backends.resp.cluster import Place
 from kvredis.backends.resp.connection import Reply, read_map
 from kvredis.backends.resp.wire import Scattered
 from kvredis.backends.shm.buffers import RemoteReservation, Rooms, Staging
+from kvredis.backends.shm.gpu_writer import GpuReservation, GpuWriter
 from kvredis.storage.errors import BackendError
 
 from .health import Link
@@ -285,7 +286,7 @@ class RemoteBlocks:
         room = 0 if all(node.link.waiting for node in self._routes.nodes()) else self._write_queue.room(length)
         return room if room >= at_least else 0
 
-    def reserve(self, key: bytes, length: int) -> RemoteReservation | None:
+    def reserve(self, key: bytes, length: int) -> RemoteReservation | GpuReservation | None:
         """As Backend.reserve, but it never waits. None, counted as dropped, when more is stored than the servers take,
         and while the key's is lost."""
         if not self._home.is_here():
@@ -397,11 +398,37 @@ class RemoteBackend(RemoteBlocks):
         # Whose own memory the GPU knows wants the server's known to it as well.
         page_lock = staging.arena.page_locked == "cuda"
         link = Link(address, timeout_s, clock, connect_timeout_s=connect_timeout_s, page_lock=page_lock)
-        node = Node(link, connections)
+        self._node = node = Node(link, connections)
+        self._gpu: GpuWriter | None = None
+        self._keeps = keep
         super().__init__(str(address), lambda write_queue: OneServer(node), staging, timeout_s=timeout_s, keep=keep)
 
+    def use_gpu(self, number: int) -> None:
+        """Write blocks to the GPU memory of a server on this host, while it has room there, and read there those that
+        lie there: with our GPU `number`. From now on reservations and leases may be GpuReservation and GpuLease, which
+        no processor can touch. Without such a server, or with a nearer tier that keeps blocks, it changes nothing."""
+        if self._gpu is None and not self._keeps and self._node.link.use_gpu(number):
+            self._gpu = GpuWriter(self._node.open, self._node.retire, self._node.lose)
+
+    def reserve(self, key: bytes, length: int) -> RemoteReservation | GpuReservation | None:
+        """As RemoteBlocks.reserve. On the server's GPU it waits for the server."""
+        if self._gpu is not None and self._home.is_here():
+            room = self._gpu.reserve(key, length)
+            if room is not None:
+                return room
+        return super().reserve(key, length)
+
+    def flush(self) -> int:
+        return super().flush() + (0 if self._gpu is None else self._gpu.take_refused())
+
     def stats(self) -> dict[str, int | float | str]:
-        return {"kind": "remote", **super().stats()}
+        """As RemoteBlocks.stats, with the blocks that were `gpu_stored` on the server's GPU."""
+        return {"kind": "remote", **super().stats(), "gpu_stored": 0 if self._gpu is None else self._gpu.stored}
+
+    def close(self) -> None:
+        if self._gpu is not None and self._home.is_here():
+            self._gpu.close()
+        super().close()
 
 
 class ClusterBackend(RemoteBlocks):

@@ -88,6 +88,14 @@ class Link:
         """Whether the server has refused one connection too many just now."""
         return self._clock() < self._more_at_s
 
+    def use_gpu(self, number: int) -> bool:
+        """Have connections from now on map the GPU memory of a server on this host for our GPU of that number; False:
+        values come and go over a socket."""
+        if self._same_host is None:
+            return False
+        self._same_host.gpu = number
+        return True
+
     def open(self, *, beside: bool = False) -> Connection | None:
         """Open a connection that has answered a PING, or None: the server is lost, or it is too early to try again.
 

@@ -1,8 +1,9 @@
 """A connection to a server on this host that lends us its arena, and to which we lend ours: offsets instead of bytes.
 
 KV.ATTACH brings two descriptors: the server's arena, which is mapped to be read, and a channel over which ours goes to
-the server (KV.LEND). From then on KV.LEASE answers where a value lies, and KV.PUT says where one is to be taken from;
-each side can read the other's memory and write none of it. All else is said as on any connection.
+the server (KV.LEND); KV.ATTACH GPU brings its GPU's memory as well. From then on KV.LEASE answers where a value lies,
+and KV.PUT says where one is to be taken from; each side can read the other's memory and write none of it, but for the
+GPU's. All else is said as on any connection.
 
 WHY leases are given back unanswered (CLIENT REPLY SKIP): readers are done with them in any thread and at any time, and
 an answer would turn up among those that the connection's user is reading. Nor would it be of use: whether bytes were
@@ -21,8 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from kvredis.backends.resp.connection import DEPTH_MAX, Connection, Reply, read_map
 from kvredis.backends.resp.wire import CRLF, SCRATCH_BYTES, Buffer
@@ -30,6 +30,8 @@ from kvredis.storage.errors import ArenaError, BackendError
 from kvredis.storage.memory.arena import Arena
 
 from .arena import SharedArena, shared_arena
+from .gpu_memory import GpuMemory, gpu_memory
+from .leases import GpuLease, SharedLease
 
 DESCRIPTORS_MAX: Final = 8
 """What may come with one message; those that were not asked for are closed."""
@@ -58,50 +60,6 @@ _poll.argtypes = (ctypes.POINTER(_Look), ctypes.c_ulong, ctypes.c_int)
 _poll.restype = ctypes.c_int
 
 
-class SharedLease:
-    """A value in the server's own memory; a base.Lease. Its bytes are sure as long as `held` says so."""
-
-    __slots__ = ("_arena", "_connection", "_offset", "_until_s", "length", "view")
-
-    def __init__(self, connection: AttachedConnection, offset: int, length: int, until_s: float) -> None:
-        """The server promises the bytes until `until_s` of time.monotonic(), and while the connection is open."""
-        # Held here too: a thread that copies to a GPU just now does so from page-locked memory even if the connection
-        # breaks.
-        self._arena = connection.arena
-        self.view = self._arena.part(offset, length)
-        self.length = length
-        """Bytes of payload."""
-        self._connection: AttachedConnection | None = connection
-        self._offset = offset
-        self._until_s = until_s
-
-    @property
-    def held(self) -> bool:
-        """As Lease.held: not released, the limit not passed, and the server has not hung up, nor have we. It closes a
-        connection before it ends that one's leases, so that looking afterwards is soon enough."""
-        connection = self._connection
-        return connection is not None and time.monotonic() < self._until_s and connection.is_open
-
-    @property
-    def lasts(self) -> bool:
-        """Whether it may be `held`: not released, and the limit not passed. Costs no system call."""
-        return self._connection is not None and time.monotonic() < self._until_s
-
-    def release(self) -> None:
-        """End the hold; a second call does nothing. Never waits: the server hears of it soon."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.end_lease(self._offset, self.length)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
 class AttachedConnection(Connection):
     """For one thread at a time, but for leases that end, and `interrupt`. `attach` comes before all else.
 
@@ -114,12 +72,14 @@ class AttachedConnection(Connection):
         "_descriptors",
         "_ended",
         "_ended_bytes",
+        "_gpu",
         "_lent",
         "_limit_ms",
         "_out",
         "_released_bytes",
         "_sending",
         "_side",
+        "gpu_base",
         "longest_bytes",
         "waits_for_disk",
     )
@@ -127,13 +87,16 @@ class AttachedConnection(Connection):
     def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
         super().__init__(sock, timeout_s)
         self._arena: SharedArena | None = None
+        self._gpu: GpuMemory | None = None
+        self.gpu_base = 0
+        """What the server calls the beginning of its GPU's memory."""
         self._side: socket.socket | None = None
         self._limit_ms = 0
         self._lent: Arena | None = None
         self._descriptors: list[int] | None = None  # those that come, while a caller waits for some
         self._sending = threading.Lock()  # not reentrant: a collected lease must not write into a command under way
         self._counting = threading.RLock()  # reentrant: a collected lease may end anywhere
-        self._ended: deque[int] = deque()  # offsets of leases that the server takes for held
+        self._ended: deque[int] = deque()  # addresses of leases that the server takes for held
         self._ended_bytes = self._out = 0
         self._released_bytes = RELEASED_BYTES
         self.longest_bytes = -1
@@ -143,18 +106,30 @@ class AttachedConnection(Connection):
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
-    def attach(self, run_id: str, *, page_lock: bool = False) -> None:
-        """Map the arena of the server process `run_id`. Raises BackendError when it is not given, or not sound; then
-        the connection is of no more use."""
+    def attach(self, run_id: str, *, page_lock: bool = False, gpu: int | None = None) -> str:
+        """Map the arena of the server process `run_id`, and for our GPU `gpu` the memory of its own, if it has one for
+        us. Gives why it has none, "" where it has. Raises BackendError when the arena is not given, or not sound, and
+        DeviceError when that GPU cannot map what is given; then the connection is of no more use."""
         came = self._descriptors = []
         try:
-            reply = self.call(b"KV.ATTACH")
+            reply = BackendError("") if gpu is None else self.call(b"KV.ATTACH", b"GPU")
+            why_no_gpu = str(reply) if isinstance(reply, BackendError) else ""
+            if isinstance(reply, BackendError):
+                gpu = None
+                reply = self.call(b"KV.ATTACH")
             if isinstance(reply, BackendError):
                 raise self.broken(f"KV.ATTACH: {reply}")
             said = read_map(reply)
             nbytes, limit_ms = said.get("arena-bytes"), said.get("lease-ms")
-            if len(came) != 2 or not isinstance(nbytes, int) or not isinstance(limit_ms, int) or limit_ms <= 0:
+            wanted = 2 if gpu is None else 3
+            if len(came) != wanted or not isinstance(nbytes, int) or not isinstance(limit_ms, int) or limit_ms <= 0:
                 raise self.broken(f"not an answer to KV.ATTACH: {len(came)} descriptors and {str(reply)[:100]}")
+            if gpu is not None:
+                gpu_bytes, gpu_base = said.get("gpu-bytes"), said.get("gpu-base")
+                if not isinstance(gpu_bytes, int) or not isinstance(gpu_base, int):
+                    raise self.broken(f"not an answer to KV.ATTACH GPU: {str(reply)[:100]}")
+                self._gpu, self.gpu_base = gpu_memory(run_id, came[2], gpu_bytes, gpu), gpu_base
+                os.close(came.pop())
             self._arena = shared_arena(run_id, came[0], nbytes, page_lock=page_lock)
             self._limit_ms = limit_ms
             self.waits_for_disk = said.get("disk") != 0
@@ -165,6 +140,7 @@ class AttachedConnection(Connection):
             self.send_many([_SKIP, (b"PING",), (b"PING",)])
             if (reply := self.read()) != "PONG":
                 raise self.broken(f"CLIENT REPLY SKIP: {str(reply)[:100]}")
+            return why_no_gpu
         except OSError as error:
             raise self.broken(f"the shared memory: {error.strerror}") from error
         except BaseException:
@@ -183,6 +159,11 @@ class AttachedConnection(Connection):
         return self._arena
 
     @property
+    def gpu(self) -> GpuMemory | None:
+        """The server's GPU memory, where we have it; None when the connection is closed."""
+        return self._gpu
+
+    @property
     def is_open(self) -> bool:
         """Look, without waiting, whether neither side has hung up. Any thread may ask."""
         sock = self._sock
@@ -197,7 +178,7 @@ class AttachedConnection(Connection):
     def close(self) -> None:
         """As Wire.close. What the server then still does for us has no effect."""
         super().close()
-        self._arena = None
+        self._arena = self._gpu = None
         side, self._side = self._side, None
         if side is not None:
             side.close()
@@ -254,7 +235,8 @@ class AttachedConnection(Connection):
 
     def _leases(self, places: Sequence[tuple[int, int]], until_s: float) -> list[SharedLease]:
         try:
-            leases = [SharedLease(self, offset, length, until_s) for offset, length in places]
+            arena = self.arena
+            leases = [SharedLease(self, arena, offset, length, until_s) for offset, length in places]
         except BackendError as error:
             raise self.broken(str(error)) from error
         with self._counting:
@@ -267,12 +249,23 @@ class AttachedConnection(Connection):
         match item:
             case [int() as offset, int() as length]:
                 return self._leases([(offset, length)], until_s)[0]
+            case [int() as address, int() as length, b"gpu"] if self._gpu is not None:
+                return self._gpu_lease(self._gpu, address, length, until_s)
         raise self.broken(f"not a lease: {str(item)[:100]}")
 
-    def end_lease(self, offset: int, length: int) -> None:
+    def _gpu_lease(self, memory: GpuMemory, address: int, length: int, until_s: float) -> GpuLease:
+        try:
+            lease = GpuLease(self, memory, address, length, until_s, self.gpu_base)
+        except BackendError as error:
+            raise self.broken(str(error)) from error
+        with self._counting:
+            self._out += 1
+        return lease
+
+    def end_lease(self, address: int, length: int) -> None:
         """For a lease, from any thread: the server may have the room again."""
         with self._counting:
-            self._ended.append(offset)
+            self._ended.append(address)
             self._ended_bytes += length
             self._out -= 1
             due = not self._out or len(self._ended) >= RELEASES_TOGETHER or self._ended_bytes >= self._released_bytes

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvredis.backends.config.url import Address
 from kvredis.backends.resp.connection import Connection, read_map
-from kvredis.storage.errors import BackendError
+from kvredis.storage.errors import BackendError, DeviceError
 
 from .connection import AttachedConnection
 
@@ -36,8 +36,10 @@ class SameHost:
         """With `page_lock` the server's memory is registered with the GPU's driver."""
         self._address = address
         self._page_lock = page_lock
+        self.gpu: int | None = None
+        """Our GPU, by its number, for which new connections map the server's GPU memory; None: for none."""
         self._saying = threading.Lock()
-        self._said = ""
+        self._said = self._said_of_gpu = ""
 
     def attached(self, connection: Connection, deadline_s: float) -> Connection:
         """Give a connection that is attached to the server's memory, in place of `connection`, which is closed then; or
@@ -72,6 +74,15 @@ class SameHost:
             return repr(error)
 
     def _open(self, path: str, run_id: str, deadline_s: float) -> AttachedConnection:
+        gpu = self.gpu
+        try:
+            return self._open_for(gpu, path, run_id, deadline_s)
+        except DeviceError as error:
+            self._say_of_gpu(f"our GPU {gpu} cannot map it: {error}")
+            self.gpu = None
+            return self._open_for(None, path, run_id, deadline_s)
+
+    def _open_for(self, gpu: int | None, path: str, run_id: str, deadline_s: float) -> AttachedConnection:
         address = replace(self._address, host="", path=path, tls=None)
         attached = AttachedConnection.open(address, _left_s(deadline_s))
         try:
@@ -80,7 +91,9 @@ class SameHost:
             if isinstance(told, str) or told.get("run-id") != run_id:
                 raise BackendError(f"another server answers at {path}")
             attached.set_timeout(_left_s(deadline_s))
-            attached.attach(run_id, page_lock=self._page_lock)
+            why_no_gpu = attached.attach(run_id, page_lock=self._page_lock, gpu=gpu)
+            if gpu is not None:
+                self._say_of_gpu(why_no_gpu)
         except BaseException:
             attached.close()
             raise
@@ -98,6 +111,18 @@ class SameHost:
             logger.info("%s: values go over the socket: %s", self._address, why_not)
         else:
             logger.warning("%s: values go over the socket, not through shared memory: %s", self._address, why_not)
+
+    def _say_of_gpu(self, why_not: str) -> None:
+        """Tell the log, unless it is what was told last. A server without GPU memory is the common case, and no news;
+        "" stands for one that has some for us."""
+        with self._saying:
+            said, self._said_of_gpu = self._said_of_gpu, why_not or "mapped"
+        if said == self._said_of_gpu or why_not.startswith("ERR"):
+            return
+        if why_not:
+            logger.warning("%s: its GPU memory is not used: %s", self._address, why_not)
+        else:
+            logger.info("%s: blocks are written to its GPU memory, and read there", self._address)
 
 
 def _own_boot_id() -> str:

@@ -17,7 +17,8 @@ from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.copy import copy
 
 from .buffers import RemoteLease
-from .connection import AttachedConnection, SharedLease
+from .connection import AttachedConnection
+from .leases import SharedLease
 
 TOGETHER_MAX: Final = 64
 TOGETHER_BYTES: Final = 256 * 1024 * 1024

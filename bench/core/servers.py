@@ -65,15 +65,17 @@ class Recipe:
     name: str
     dialect: Dialect
     program: str
-    package: str
+    package: str  # Debian's; "" where the user named the program
     arguments: Callable[[Address, Path], list[str]]
     version: Callable[[], str]
     home: Path | None = None  # the checkout whose kvredis its Python finds first; None: the one that runs the bench
 
     def missing(self) -> str | None:
         """Say why this server cannot run here, None when it can."""
-        return (
-            None if shutil.which(self.program) else f"{self.program} is not installed (Debian package {self.package})"
+        if shutil.which(self.program):
+            return None
+        return f"{self.program} is " + (
+            f"not installed (Debian package {self.package})" if self.package else "no program"
         )
 
 
@@ -114,10 +116,10 @@ def roomy(recipe: Recipe, nbytes: int, *flags: str, disk: bool = False) -> Recip
     plain, mib = recipe.arguments, max(_LEAST_MIB, -(-nbytes // 1024**2))
 
     def sized(folder: Path) -> list[str]:
-        if recipe.program == "redis-server":
-            return ["--maxmemory", f"{mib}mb"]
         if recipe.program == "memcached":
             return ["-m", str(mib)]
+        if recipe.program != sys.executable:
+            return ["--maxmemory", f"{mib}mb"]
         own = ["--max-local-cpu-size", f"{mib}MB", *flags]
         return own + (["--local-disk", str(folder / "disk"), "--max-local-disk-size", f"{mib}MB"] if disk else [])
 
@@ -126,6 +128,17 @@ def roomy(recipe: Recipe, nbytes: int, *flags: str, disk: bool = False) -> Recip
 
 def _first_line(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition("\n")[0]
+
+
+def redis_like_recipe(name: str, program: str, io_threads: int) -> Recipe:
+    """Give a build of Redis or Valkey that the user names, told to use so many threads."""
+    found = shutil.which(program)
+    program = program if found is None else os.path.abspath(found)  # it is started in a folder of its own
+
+    def arguments(at: Address, folder: Path) -> list[str]:
+        return [*_redis_arguments(at, folder), "--io-threads", str(io_threads)]
+
+    return Recipe(name, Resp(), program, "", arguments, lambda: _first_line(program, "-v"))
 
 
 def before_recipe(checkout: Path) -> Recipe:

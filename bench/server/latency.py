@@ -27,7 +27,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypedDict
+from itertools import chain
+from typing import NamedTuple, TypedDict
 
 from kvredis.backends.config.url import parse_url
 from kvredis.bench.core.errors import BenchError, VerificationError
@@ -52,13 +53,34 @@ class SmallSample(TypedDict):
 
 PROGRAM = "redis-benchmark"
 VALUE = b"kvredis-100B".ljust(100, b".")
+LONG = b"kvredis-16KiB".ljust(16 << 10, b".")
 KEY = b"bench:small"
+_MSET_KEYS = [b"%b:%d" % (KEY, number) for number in range(9)] + [KEY]
+
+
+class _Op(NamedTuple):
+    """What redis-benchmark is told to send, and the value that is under KEY before and after."""
+
+    words: Sequence[bytes]
+    value: bytes = VALUE
+
+    @property
+    def weight(self) -> int:
+        """How many PINGs it takes the time of, roughly."""
+        return max(1, sum(map(len, self.words)) // 4096, len(self.value) // 4096)
+
+
 OPS = {
-    "PING": ("PING",),
-    "SET": ("SET", KEY.decode(), VALUE.decode()),
-    "GET": ("GET", KEY.decode()),
-    "EXISTS": ("EXISTS", KEY.decode()),
+    "PING": _Op([b"PING"]),
+    "SET": _Op([b"SET", KEY, VALUE]),
+    "GET": _Op([b"GET", KEY]),
+    "EXISTS": _Op([b"EXISTS", KEY]),
+    "MSET": _Op([b"MSET", *chain.from_iterable((key, VALUE) for key in _MSET_KEYS)]),
+    "SET 16 KiB": _Op([b"SET", KEY, LONG], LONG),
+    "GET 16 KiB": _Op([b"GET", KEY], LONG),
+    "MSET 16 KiB": _Op([b"MSET", *chain.from_iterable((key, LONG) for key in _MSET_KEYS)], LONG),
 }
+"""MSET has ten keys, as redis-benchmark's own."""
 _RUN_WAIT_S = 300.0
 
 
@@ -71,9 +93,9 @@ class SmallPlan:
     pipelines: Sequence[int] = (1, 16)
     run_s: float = 0.7
 
-    def requests(self, clients: int, pipeline: int) -> int:
+    def requests(self, op: str, clients: int, pipeline: int) -> int:
         expected_rps = (30_000 if clients == 1 else 80_000) * (1 if pipeline == 1 else 8)
-        return max(clients * pipeline, int(expected_rps * self.run_s))
+        return max(clients * pipeline, int(expected_rps * self.run_s / OPS[op].weight))
 
     def steps(self) -> int:
         """Give how often `run_small` calls its progress."""
@@ -95,7 +117,9 @@ def run_small(plan: SmallPlan, servers: Sequence[ServerProcess], progress: Calla
                 for repeat in range(plan.repeats):
                     progress(f"{op}: {counted(clients, 'client')}, {pipeline} in flight")
                     for server in rotated(servers, repeat):
-                        sample = _run_redis_benchmark(server, op, (clients, pipeline), plan.requests(clients, pipeline))
+                        sample = _run_redis_benchmark(
+                            server, op, (clients, pipeline), plan.requests(op, clients, pipeline)
+                        )
                         sample["repeat"] = repeat
                         samples[server.name].append(sample)
                 rows += summarize_small((op, clients, pipeline), samples)
@@ -104,19 +128,20 @@ def run_small(plan: SmallPlan, servers: Sequence[ServerProcess], progress: Calla
 
 def _run_redis_benchmark(server: ServerProcess, op: str, shape: tuple[int, int], requests: int) -> SmallSample:
     clients, pipeline = shape
+    words, value = OPS[op]
     with server.connect() as wire:
-        wire.put(KEY, memoryview(VALUE))
+        wire.put(KEY, memoryview(value))
         command = [PROGRAM, "-h", server.address.host, "-p", str(server.address.port), "--csv", "--precision", "3"]
-        command += ["-c", str(clients), "-P", str(pipeline), "-n", str(requests), *OPS[op]]
+        command += ["-c", str(clients), "-P", str(pipeline), "-n", str(requests), *map(bytes.decode, words)]
         before_s = server.cpu_s()
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_RUN_WAIT_S)
         cpu_s = server.cpu_s() - before_s
         if done.returncode:
             raise BenchError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
-        body = memoryview(bytearray(len(VALUE)))
+        body = memoryview(bytearray(len(value)))
         wire.get(KEY, body)
-        if body != VALUE:
-            raise VerificationError(f"{server.name} returned a wrong 100 B value after {op}")
+        if body != value:
+            raise VerificationError(f"{server.name} returned a wrong value after {op}")
     sample = parse_csv(done.stdout)
     sample["server_cpu_us_per_op"] = cpu_s * 1e6 / requests
     return sample

@@ -1,4 +1,4 @@
-"""How fast, and for how much CPU, do large values go in and out? SET, GET one by one and GET pipelined, against every
+"""How fast, and for how much CPU, do large values go in and out? SET and GET, one by one and pipelined, against every
 server, side by side.
 
 One arm is a transport, a number of connections and whether client and server are bound to one CPU. Within an arm, for
@@ -6,6 +6,7 @@ each size, every server first stores all keys untimed; then in each repeat every
 
     connect afresh, warm the connections up        not timed
     SET  every key, a new value each pass           timed, then all keys are read back and compared in full
+    SETP the same, `in_flight` requests             timed, then as behind SET
     GET  every key, one request in flight           timed, then the bodies are compared in full
     GETP every key, `in_flight` requests            timed, then the bodies are compared in full
 
@@ -67,8 +68,10 @@ class TransferSample(TypedDict):
 
 
 KIB = 1024
-SIZES = (64 * KIB, 576 * KIB, 896 * KIB, 2 * MIB, 32 * MIB)
-OPS = ("SET", "GET", "GETP")
+SIZES = (16 * KIB, 64 * KIB, 576 * KIB, 896 * KIB, 2 * MIB, 32 * MIB)
+OPS = ("SET", "SETP", "GET", "GETP")
+_WRITES = ("SET", "SETP")
+_PIPELINED = ("SETP", "GETP")
 IN_FLIGHT = 16
 IN_FLIGHT_LARGE = 4  # from LARGE_BYTES on: more would only be buffered
 LARGE_BYTES = 16 * MIB
@@ -162,20 +165,12 @@ class Transfers:
         with ExitStack() as stack:
             wires = [stack.enter_context(peer.connect()) for _ in range(arm.connections)]
             self._warm_up(wires, work)
-            passes = self.plan.passes(work.size_bytes)
-            first = self._shift + 1
-            self._shift += passes
-            shifts = range(first, self._shift + 1)
-            set_jobs = [
-                [job for shift in shifts for job in work.sets(shift, part, len(wires))] for part in range(len(wires))
-            ]
-            get_jobs = [work.gets(part, len(wires)) * passes for part in range(len(wires))]
             cells: dict[str, TransferSample] = {}
             for op in OPS:
-                jobs = set_jobs if op == "SET" else get_jobs
+                jobs = self._jobs(work, op, len(wires))
                 work.wipe()
                 cell = timed(peer, wires, jobs, op, _in_flight(op, work.size_bytes))
-                if op == "SET":
+                if op in _WRITES:
                     for job in work.gets():
                         wires[0].get(job.key, job.view)
                 cell["repeat"] = repeat
@@ -184,6 +179,15 @@ class Transfers:
                 self.verification.bytes += cell["verified_bytes"]
                 cells[op] = cell
             return cells
+
+    def _jobs(self, work: Workload, op: str, parts: int) -> list[list[Job]]:
+        """Give each connection's requests of one operation."""
+        passes = self.plan.passes(work.size_bytes)
+        if op not in _WRITES:
+            return [work.gets(part, parts) * passes for part in range(parts)]
+        shifts = range(self._shift + 1, self._shift + passes + 1)
+        self._shift += passes
+        return [[job for shift in shifts for job in work.sets(shift, part, parts)] for part in range(parts)]
 
     def _fill(self, peer: Peer, work: Workload) -> None:
         """Store every key twice, untimed: no repeat pays for memory that the server touches for the first time."""
@@ -228,7 +232,7 @@ class _Base:
 
 
 def _in_flight(op: str, size_bytes: int) -> int:
-    if op != "GETP":
+    if op not in _PIPELINED:
         return 1
     return IN_FLIGHT_LARGE if size_bytes >= LARGE_BYTES else IN_FLIGHT
 
@@ -264,13 +268,24 @@ def _get_pipelined(wire: Wire, jobs: Sequence[Job], in_flight: int) -> list[floa
     return took
 
 
+def _put_pipelined(wire: Wire, jobs: Sequence[Job], in_flight: int) -> list[float]:
+    """Send `in_flight` values before the first answer is read."""
+    took: list[float] = []
+    for first in range(0, len(jobs), in_flight):
+        batch = jobs[first : first + in_flight]
+        began = time.perf_counter()
+        wire.put_many([(job.key, job.view) for job in batch])
+        took += [time.perf_counter() - began] * len(batch)
+    return took
+
+
 class Counted(Protocol):
     """A server whose CPU time can be read."""
 
     def cpu_s(self) -> float: ...
 
 
-_LOOPS = {"SET": _put_all, "GET": _get_all, "GETP": _get_pipelined}
+_LOOPS = {"SET": _put_all, "SETP": _put_pipelined, "GET": _get_all, "GETP": _get_pipelined}
 
 
 def timed(

@@ -50,7 +50,6 @@ from kvredis.bench.core.result import (
     summed,
     table,
 )
-from kvredis.bench.core.servers import ServerProcess
 from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratios
 
@@ -58,6 +57,7 @@ from .engine import (
     DTYPES,
     LANE,
     LAYERS,
+    LMCACHE_ARMS,
     MEMORY,
     NONE,
     OFFLOADING,
@@ -65,6 +65,7 @@ from .engine import (
     TINY,
     EngineProcess,
     Rounds,
+    Servers,
     Setting,
     Where,
     connector_of,
@@ -72,8 +73,9 @@ from .engine import (
     forget,
     launching,
     model_config,
+    port_of,
     room_bytes,
-    server_for,
+    servers_for,
     weight_bytes,
 )
 from .run import ANSWER_TOKENS
@@ -162,6 +164,8 @@ def setting_of(plan: ConcurrencyPlan, facts: dict[str, Any]) -> ManySetting:
         raise BenchError(f"{plan.ranks} tensor-parallel ranks need as many GPUs: there are {facts.get('devices', 1)}")
     if plan.ranks > 1 and any(arm.split("+")[0] == MEMORY for arm in arms):
         raise BenchError("ranks in processes of their own share a server alone: leave the arms with memory out")
+    if any(arm in LMCACHE_ARMS for arm in arms):
+        raise BenchError("LMCache's arms are measured one prompt at a time: leave them out of --concurrency")
     if not memory:
         arms = tuple(arm for arm in arms if arm != OFFLOADING)  # it knows GPUs alone
     if not arms:
@@ -180,10 +184,10 @@ def setting_of(plan: ConcurrencyPlan, facts: dict[str, Any]) -> ManySetting:
 class Batches:
     """The Work of this bench: many prompts at once, by all kinds of rounds."""
 
-    def __init__(self, setting: ManySetting, where: Where, server: ServerProcess | None) -> None:
+    def __init__(self, setting: ManySetting, where: Where, servers: Servers) -> None:
         self.rows: dict[tuple[str, str], Row] = {}
         self.turns = (setting.tokens,)
-        self._setting, self._where, self._server = setting, where, server
+        self._setting, self._where, self._servers = setting, where, servers
         self._answers: dict[tuple[int, str], list[list[int]]] = {}
 
     def warm_up(self, engine: EngineProcess) -> None:
@@ -195,7 +199,7 @@ class Batches:
             seed=seed, count=setting.plan.concurrency, tokens=setting.tokens, answer=ANSWER_TOKENS,
             steps=setting.decode_steps,
         )  # fmt: skip
-        forget(self._server, engine.arm)
+        forget(self._servers, engine.arm)
         return served
 
     def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
@@ -215,7 +219,7 @@ class Batches:
 
     def opening(self, arm: str, folder: Path) -> Opening:
         setting, plan = self._setting, self._setting.plan
-        port = self._server.address.port if self._server is not None else 0
+        port = port_of(self._servers, arm)
         length = setting.tokens + ANSWER_TOKENS + 48
         options: dict[str, Any] = {"dtype": DTYPES[setting.shape.dtype_bytes], "max_model_len": length}
         options["max_num_seqs"] = max(plan.concurrency, 16)
@@ -253,8 +257,8 @@ def run(plan: ConcurrencyPlan, where: Where, progress: Progress) -> ConcurrencyR
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
         setting = setting_of(plan, facts_of(where, folder))
-        server = stack.enter_context(server_for(setting.arms, room_of(setting)))
-        facts, batches = machine_facts(), Batches(setting, where, server)
+        servers = stack.enter_context(servers_for(setting.arms, room_of(setting)))
+        facts, batches = machine_facts(), Batches(setting, where, servers)
         rounds = Rounds(batches, setting, where, began_s + plan.limit_s)
         rounds.serve(folder, progress)
     if not batches.rows:

@@ -8,9 +8,9 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -19,17 +19,31 @@ from kvredis.bench.core.compute import WIDTHS
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.line_process import LineProcess
 from kvredis.bench.core.result import Progress
-from kvredis.bench.core.servers import ServerProcess, child_environment, kvredis_recipe
+from kvredis.bench.core.servers import (
+    BASELINE,
+    RECIPES,
+    SUBJECT,
+    Recipe,
+    ServerProcess,
+    child_environment,
+    kvredis_recipe,
+    roomy,
+)
 from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.core.statistics import rotated
 
 from .worker import Asked, Opening, Served, Stalled, Together
 
 NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
-LAYERS, AUTO = "layers", "auto"
+NIXL = "nixl"
+LAYERS, AUTO, CROSS = "layers", "auto", "cross"
+LMCACHE: Final = "lmcache"
+LMCACHE_ARMS: Final = (LMCACHE, f"{LMCACHE}+{BASELINE}", f"{LMCACHE}+{SUBJECT}")
+"""LMCache's own connector: its CPU tier, as its page of that configures it, or a server alone behind its native client
+(`resp://`, the faster of the two that its pages have for Redis)."""
+OURS: Final = (LANE, TCP)
 REFERENCES: Final = (NONE, OFFLOADING)
-"""What others are compared with: open beside each of them where there is room."""
-
+"""What others are compared with: open beside each of them where there is room; LMCache's beside OURS."""
 
 ANSWER_S: Final = 240.0
 _GIB: Final = 1 << 30
@@ -55,6 +69,11 @@ _ENVIRONMENT: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "PYTHONUNBUFFERED": "1",
 }
+_LMCACHE_ENVIRONMENT: Final = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"} | {
+    "VLLM_USE_V2_MODEL_RUNNER": "0"  # whose graphs have no forward context, without which LMCache 0.5.3 loads nothing
+}
+_REDIS_IO_THREADS: Final = 4
+"""As LMCache's page of RESP has it."""
 _BREAKS: Final = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
 """From 0.26 on; older ones launch kernels one by one then."""
 
@@ -112,6 +131,22 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
     if kind == OFFLOADING:
         extra: dict[str, Any] = {"cpu_bytes_to_use": room, "block_size": chunk_tokens}
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if kind == NIXL:
+        extra = {"enable_cross_layers_blocks": CROSS in words}
+        return {
+            "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": extra,
+        }  # fmt: skip
+    if kind == LMCACHE:
+        given: dict[str, Any] = {
+            "chunk_size": chunk_tokens,
+            "local_cpu": not words,
+            "max_local_cpu_size": float(room // _GIB),
+        }
+        if words:  # its memory is then where a prompt passes through, and keeps nothing
+            given |= {"remote_url": f"resp://127.0.0.1:{port}", "extra_config": {"save_chunk_meta": False}}
+        extra = {f"lmcache.{name}": value for name, value in given.items()}
+        return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     extra = {"chunk_size": chunk_tokens, "max_local_cpu_size": f"{room // _GIB}GB", "local_cpu": kind == MEMORY}
     if kind in (LANE, TCP):
         extra["remote_url"] = f"{'kvredis' if kind == LANE else 'redis'}://127.0.0.1:{port}"
@@ -135,10 +170,11 @@ def launching(arm: str, requests: int = 1) -> dict[str, Any]:
     return {"compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}}
 
 
-def facts_of(where: Where, folder: Path) -> dict[str, Any]:
-    """What computes: `device`, `memory_bytes` of a GPU (0 without one), versions of `vllm` and `torch`. BenchError
-    where there is no vLLM."""
-    command = [where.python, "-m", "kvredis.bench.vllm.worker", "--facts"]
+def facts_of(where: Where, folder: Path, arms: Sequence[str] = ()) -> dict[str, Any]:
+    """What computes: `device`, `memory_bytes` of a GPU (0 without one), versions of `vllm` and `torch`, and of
+    `lmcache` where one of the arms needs it. BenchError where there is no vLLM, or no LMCache that can serve."""
+    has_lmcache = any(arm in LMCACHE_ARMS for arm in arms)
+    command = [where.python, "-m", "kvredis.bench.vllm.worker", "--facts", *[f"--{LMCACHE}"] * has_lmcache]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=_environment(where), cwd=folder, timeout=ANSWER_S, check=False
@@ -148,6 +184,13 @@ def facts_of(where: Where, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise BenchError(f"vLLM cannot be loaded (--python, --site): {done.stderr.strip().splitlines()[-1:]}")
     facts: dict[str, Any] = json.loads(done.stdout)
+    if said := facts.get("lmcache_error"):
+        raise BenchError(f"LMCache cannot be loaded beside vLLM (--python, --site): {said}")
+    if facts["memory_bytes"] and not facts.get("lmcache_compiled", True):
+        raise BenchError(
+            f"LMCache {facts['lmcache']} cannot load its compiled kernels beside torch {facts['torch']}, and would be"
+            " slower than it is: take the LMCache that was built with that torch"
+        )
     return facts
 
 
@@ -163,16 +206,22 @@ class EngineProcess(LineProcess):
     Raises BenchError, with the end of what the process printed, for whatever goes wrong in it.
     """
 
-    def __init__(self, arm: str, where: Where, folder: Path, gpu: str | None = None) -> None:
-        """With `gpu` it sees no other one."""
+    def __init__(
+        self, arm: str, where: Where, folder: Path, gpu: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """With `gpu` (CUDA_VISIBLE_DEVICES) it sees no other one; `variables` are of its environment, too."""
         self.arm = arm
         command = [where.python, "-m", "kvredis.bench.vllm.worker"]
         log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
         # In that folder: `python -m` looks where it stands first.
-        environment = _environment(where) | (_BREAKS if LAYERS in arm else {})
+        environment = _environment(where) | (_BREAKS if LAYERS in arm else {}) | dict(variables or {})
+        if arm in LMCACHE_ARMS:
+            environment |= _LMCACHE_ENVIRONMENT
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         super().__init__(f"the engine of {arm}", command, environment, folder=folder, log=log)
+        self.answer_s = ANSWER_S
+        """An engine that has not answered by then has failed."""
 
     def open(self, told: Opening) -> None:
         """Make the engine."""
@@ -186,14 +235,14 @@ class EngineProcess(LineProcess):
         """Have many prompts served at once; `asked` is what vllm_worker.Engine.together takes."""
         return cast(Together, self._ask({"do": "together", **asked}))
 
-    def first(self, seed: int, tokens: int, answer: int) -> Asked:
-        """Have a prompt served once."""
-        self.begin_first(seed, tokens, answer)
+    def first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> Asked:
+        """Have a prompt served once; `transfer` is kv_transfer_params for it."""
+        self.begin_first(seed, tokens, answer, transfer)
         return self.first_answer()
 
-    def begin_first(self, seed: int, tokens: int, answer: int) -> None:
+    def begin_first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> None:
         """Ask for it, and wait for nothing."""
-        self.tell({"do": "first", "seed": seed, "tokens": tokens, "answer": answer})
+        self.tell({"do": "first", "seed": seed, "tokens": tokens, "answer": answer, "transfer": transfer})
 
     def first_answer(self) -> Asked:
         """What becomes of that."""
@@ -208,6 +257,10 @@ class EngineProcess(LineProcess):
         """Wait until all is stored, and empty vLLM's own cache."""
         self._ask({"do": "reset"})
 
+    def forget(self) -> None:
+        """Empty LMCache's CPU tier."""
+        self._ask({"do": "forget"})
+
     def counters(self) -> dict[str, float]:
         """Of our connector."""
         return self._ask({"do": "counters"})
@@ -217,7 +270,7 @@ class EngineProcess(LineProcess):
         return self._answered()
 
     def _answered(self) -> dict[str, Any]:
-        answer = self.answer(ANSWER_S)
+        answer = self.answer(self.answer_s)
         if "error" in answer:
             raise self.failed(answer["error"])
         return answer
@@ -256,14 +309,16 @@ class Setting:
             "repeats": self.repeats,
             "together": self.together,
             "graphs": self.has_graphs,
-            **{name: self.facts[name] for name in ("device", "vllm", "torch")},
+            **{name: self.facts[name] for name in ("device", "vllm", "torch", LMCACHE) if name in self.facts},
         }
 
 
 def rounds(arms: Sequence[str], together: int) -> list[list[str]]:
-    """Which arms are open at a time: what is compared with beside some of the others, where there is room for that."""
-    fixed = [arm for arm in arms if arm in REFERENCES]
-    others = [arm for arm in arms if arm not in REFERENCES]
+    """Which arms are open at a time: what is compared with beside some of the others, where there is room for that.
+    LMCache's are compared with ours, all others with vLLM's."""
+    beside_all = OURS if any(arm in LMCACHE_ARMS for arm in arms) else REFERENCES
+    fixed = [arm for arm in arms if arm in beside_all]
+    others = [arm for arm in arms if arm not in beside_all]
     if not others or len(fixed) >= together:
         return [list(arms[at : at + together]) for at in range(0, len(arms), together)]
     beside = together - len(fixed)
@@ -291,21 +346,48 @@ class Work(Protocol):
         ...
 
 
+def server_of(arm: str) -> str | None:
+    """The server behind an arm, by its name in RECIPES."""
+    kind, *words = arm.split("+")
+    if kind == LMCACHE:
+        return words[0] if words else None
+    return SUBJECT if kind in OURS else None
+
+
+def _recipe(name: str, room: int, *flags: str) -> Recipe:
+    if name == SUBJECT:
+        return kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB", *flags)
+    redis = roomy(RECIPES[name], 2 * room)  # which counts what clients are sending, and would evict for it
+    plain, threads = redis.arguments, str(min(os.cpu_count() or 1, _REDIS_IO_THREADS))
+    return replace(redis, arguments=lambda at, folder: [*plain(at, folder), "--io-threads", threads])
+
+
+Servers = Mapping[str, ServerProcess]
+"""Those that run, by their names in RECIPES."""
+
+
 @contextmanager
-def server_for(arms: Sequence[str], room: int) -> Iterator[ServerProcess | None]:
-    """Run a server with so many bytes, where one of the arms needs it."""
-    if not {arm.split("+")[0] for arm in arms} & {LANE, TCP}:
-        yield None
-        return
-    with ServerProcess(kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB"), "tcp") as server:
-        yield server
+def servers_for(arms: Sequence[str], room: int, *flags: str) -> Iterator[Servers]:
+    """Run the servers that the arms need, each with room for so many bytes; kvredis with more `flags`."""
+    with ExitStack() as stack:
+        names = dict.fromkeys(name for arm in arms if (name := server_of(arm)) is not None)
+        yield {name: stack.enter_context(ServerProcess(_recipe(name, room, *flags), "tcp")) for name in names}
 
 
-def forget(server: ServerProcess | None, arm: str) -> None:
-    """Empty the server behind an arm that uses it, so that it need not be larger than for one."""
-    if server is not None and arm.split("+")[0] in (LANE, TCP):
-        with Connection.open(server.address) as connection:
+def port_of(servers: Servers, arm: str) -> int:
+    """The port of the server behind an arm, 0 where there is none."""
+    name = server_of(arm)
+    return 0 if name is None else servers[name].address.port
+
+
+def forget(servers: Servers, arm: str, engine: EngineProcess | None = None) -> None:
+    """Empty the server behind an arm that uses one, so that it need not be larger than for one, and the CPU tier of an
+    `engine` whose LMCache has it."""
+    if (name := server_of(arm)) is not None:
+        with Connection.open(servers[name].address) as connection:
             connection.call(b"FLUSHALL")
+    elif arm in LMCACHE_ARMS and engine is not None:
+        engine.forget()
 
 
 class Rounds:

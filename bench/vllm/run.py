@@ -1,5 +1,5 @@
 """How soon does the first token of a prompt that was seen before come in a real vLLM, by which cache has kept its KV?
-`kvredis bench vllm` asks vLLM without a connector, its OffloadingConnector, and kvredis.
+`kvredis bench vllm` asks vLLM without a connector, its OffloadingConnector, LMCache's, and kvredis.
 
 Every arm is a vLLM in a process of its own, since its settings are its own. As many are open at a time as the GPU has
 room for: what the others are compared with, and some of the others; they take turns prompt by prompt, each time in
@@ -17,9 +17,14 @@ Arms
     tcp         the same over TCP
     +layers     stored layer by layer (use_layerwise: true)
     +auto       with min_retrieve_tokens: auto
+    lmcache     vLLM's LMCacheConnectorV1, to this process' memory (local_cpu), as LMCache's page of that has it
+    lmcache+redis, lmcache+kvredis
+                the same without that memory, to a server over TCP by LMCache's native client (resp://): redis-server,
+                with as many io-threads as LMCache's page has, or the kvredis of lane and tcp
 Figures: medians over the samples, _min and _max the spread
     factor      cold of `none` / warm: in the same repeat where both were open together, else of the medians
     ratio       warm / warm of offloading, in the same way
+    to_lmcache  by LMCache's arms: warm of lane or tcp / theirs, in the same way
     loaded_gb   bytes that our connector loaded for one warm prompt
     hit_share   least of the warm prompts' tokens not computed, of those that this arm can load
     equal       share of the prompts whose generated tokens were those of the first arm that served them
@@ -31,6 +36,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
@@ -51,7 +57,6 @@ from kvredis.bench.core.result import (
     summed,
     table,
 )
-from kvredis.bench.core.servers import ServerProcess
 from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio
 
@@ -60,13 +65,17 @@ from .engine import (
     DTYPES,
     LANE,
     LAYERS,
+    LMCACHE,
+    LMCACHE_ARMS,
     MEMORY,
     NONE,
     OFFLOADING,
+    OURS,
     TCP,
     TINY,
     EngineProcess,
     Rounds,
+    Servers,
     Setting,
     Where,
     connector_of,
@@ -75,16 +84,20 @@ from .engine import (
     forget,
     launching,
     model_config,
+    port_of,
     room_bytes,
-    server_for,
+    servers_for,
 )
 from .worker import Opening, Served
 
 SCHEMA: Final = "kvredis.bench.vllm/1"
-ARMS: Final = (
+DEFAULT_ARMS: Final = (
     NONE, OFFLOADING, LANE, MEMORY, TCP, f"{LANE}+{LAYERS}", f"{MEMORY}+{LAYERS}", f"{LANE}+{AUTO}",
 )  # fmt: skip
+ARMS: Final = (*DEFAULT_ARMS, *LMCACHE_ARMS)
 RATIO_MOST: Final = 1.05
+LMCACHE_RATIO: Final = "< 1.00x"
+"""Ours by shared memory and by TCP, each against each of LMCache's."""
 FACTOR_LEAST: Final = 6.5
 FACTOR_TOKENS: Final = 15_000
 """The factor is judged for the 8b shape and prompts from this length on."""
@@ -111,7 +124,7 @@ class VLLMResult(Result):
 def row_of(arm: str, tokens: int, can_hit: int) -> Row:
     """Give a row without samples; `can_hit` tokens of a warm prompt can this arm load."""
     missing = dict.fromkeys(("warm_ms", "warm_ms_min", "warm_ms_max", "factor", "ratio", "hit_share"))
-    return Row(arm=arm, tokens=tokens, can_hit=can_hit, samples=[], loaded_gb=0.0, **missing)
+    return Row(arm=arm, tokens=tokens, can_hit=can_hit, samples=[], loaded_gb=0.0, to_lmcache={}, **missing)
 
 
 def conclude(rows: list[Row]) -> None:
@@ -135,6 +148,11 @@ def conclude(rows: list[Row]) -> None:
         row["factor"] = _ratio(base, "cold_ms", row, "warm_ms")
         if theirs is not None and theirs["warm_ms"] is not None:
             row["ratio"] = _ratio(row, "warm_ms", theirs, "warm_ms")
+        if row["arm"] in OURS:
+            for arm in LMCACHE_ARMS:
+                other = found.get((arm, row["tokens"]))
+                if other is not None and other["warm_ms"] is not None:
+                    row["to_lmcache"][arm] = _ratio(row, "warm_ms", other, "warm_ms")
 
 
 def _ratio(above: Row, over: str, below: Row, under: str) -> float:
@@ -163,8 +181,11 @@ def gate_of(result: VLLMResult) -> list[GateLine]:
         return judged
     for row in result["rows"]:
         name, (kind, *words) = f"{row['arm']}, {row['tokens']} tokens", row["arm"].split("+")
-        if kind == LANE and LAYERS not in words:
+        if kind == LANE and LAYERS not in words and OFFLOADING in result["options"]["arms"]:
             judged.append(gate_line(f"/ offloading   {name}", f"<= {RATIO_MOST:.2f}x", row["ratio"]))
+        if row["arm"] in OURS:
+            for theirs in (arm for arm in result["options"]["arms"] if arm in LMCACHE_ARMS):
+                judged.append(gate_line(f"/ {theirs}   {name}", LMCACHE_RATIO, row["to_lmcache"].get(theirs)))
         if kind in (LANE, MEMORY) and row["tokens"] >= FACTOR_TOKENS and result["options"]["shape"] == "8b":
             judged.append(gate_line(f"cold / warm    {name}", f">= {FACTOR_LEAST:.2f}x", row["factor"]))
     return judged
@@ -175,12 +196,14 @@ def table_lines(result: VLLMResult) -> Iterator[str]:
     options = result["options"]
     yield from machine_lines(result["machine"])
     launch = ", short passes as CUDA graphs" if options.get("graphs") else ""  # older results do not say
+    lmcache = f", LMCache {options[LMCACHE]}" if LMCACHE in options else ""
     yield (
-        f"vLLM {options['vllm']}{launch}, {options['device']}; {options['shape']}:"
+        f"vLLM {options['vllm']}{launch}{lmcache}, {options['device']}; {options['shape']}:"
         f" {options['bytes_per_token']} bytes a token,"
         f" chunks of {options['chunk_tokens']}; {options['repeats']} repeats, {options['together']} engines at a time"
     )
     yield from result["notes"]
+    theirs = [arm for arm in options["arms"] if arm in LMCACHE_ARMS]
     for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
         columns: list[Column] = [
             (f"{tokens} tokens, TTFT in ms", "arm", ""),
@@ -190,6 +213,7 @@ def table_lines(result: VLLMResult) -> Iterator[str]:
             ("least to most", ("warm_ms_min", "warm_ms_max"), ".1f"),
             ("factor", "factor", ".2f"),
             ("/ offloading", "ratio", ".3f"),
+            *((f"/ {arm}", partial(_beside, arm), ".3f") for arm in theirs),
             ("hit", "hit_share", ".1%"),
             ("GB", "loaded_gb", ".2f"),
             ("equal", "equal", ".0%"),
@@ -197,6 +221,12 @@ def table_lines(result: VLLMResult) -> Iterator[str]:
         yield ""
         yield from table(columns, [row for row in result["rows"] if row["tokens"] == tokens])
     yield from gate_lines(result["gate"])
+
+
+def _beside(arm: str, row: Row) -> float | None:
+    """How long a row's arm takes beside one of LMCache's; older results have none."""
+    ratio: float | None = row.get("to_lmcache", {}).get(arm)
+    return ratio
 
 
 def picture(raw: Mapping[str, Any], path: Path) -> None:
@@ -211,8 +241,7 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
                 series.setdefault("computed", []).append((row["tokens"], row["cold_ms"]))
                 series.setdefault("vLLM's own prefix cache", []).append((row["tokens"], row["own_ms"]))
             elif value is not None and LAYERS not in row["arm"].split("+"):
-                ours = row["arm"] if row["arm"] == OFFLOADING else f"kvredis, {row['arm']}"
-                series.setdefault(ours, []).append((row["tokens"], value))
+                series.setdefault(_called(row["arm"]), []).append((row["tokens"], value))
         drawn = {name: sorted(at) for name, at in series.items()}
         panels.append(LinePanel(title, drawn, across="tokens of the prompt", sizes=False))
     machine, options = result["machine"], result["options"]
@@ -221,6 +250,15 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
         f" {options['shape']}. {' '.join(result['notes'])}"
     )
     lines(panels, Captions(title="vLLM: prompts seen before", values="", foot=foot), path, columns=2)
+
+
+def _called(arm: str) -> str:
+    """An arm's name in a picture."""
+    if arm == OFFLOADING:
+        return arm
+    if arm in LMCACHE_ARMS:
+        return "LMCache" + arm.removeprefix(LMCACHE).replace("+", " over ")
+    return f"kvredis, {arm}"
 
 
 ANSWER_TOKENS: Final = 16
@@ -236,7 +274,7 @@ class VLLMPlan:
     """What one call of the bench does. `shape` and `chunk_tokens` None: by what there is to compute on; `together` 0:
     as many engines at a time as fit. After `limit_s` no more is begun. `eager`: kernels are launched one by one."""
 
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] = DEFAULT_ARMS
     shape: ModelShape | None = None
     prompt_tokens: tuple[int, ...] = (1024, 8192, 15_400)
     chunk_tokens: int | None = None
@@ -257,8 +295,10 @@ class PromptSetting(Setting):
     prompt_tokens: tuple[int, ...]
 
     def can_hit(self, arm: str, tokens: int) -> int:
-        """Tokens of a prompt that an arm can load: whole chunks."""
-        return 0 if arm == NONE else tokens // self.chunk_tokens * self.chunk_tokens
+        """Tokens of a prompt that an arm can load: whole chunks; LMCache counts the last token of a prompt as computed
+        when all of it is stored, which it is with every arm."""
+        whole = 0 if arm == NONE else tokens // self.chunk_tokens * self.chunk_tokens
+        return min(whole, tokens - 1) if arm in LMCACHE_ARMS else whole
 
 
 def setting_of(plan: VLLMPlan, facts: dict[str, Any]) -> PromptSetting:
@@ -283,21 +323,21 @@ def setting_of(plan: VLLMPlan, facts: dict[str, Any]) -> PromptSetting:
 class Prompts:
     """The Work of this bench: one prompt at a time, of each length."""
 
-    def __init__(self, setting: PromptSetting, where: Where, server: ServerProcess | None) -> None:
+    def __init__(self, setting: PromptSetting, where: Where, servers: Servers) -> None:
         self.rows: dict[tuple[str, int], Row] = {}
         self.turns = setting.prompt_tokens
-        self._setting, self._where, self._server = setting, where, server
+        self._setting, self._where, self._servers = setting, where, servers
         self._answers: dict[tuple[int, int], list[list[int]]] = {}
 
     def warm_up(self, engine: EngineProcess) -> None:
         for place, tokens in enumerate(self.turns):
             engine.measure(place, tokens)
-            forget(self._server, engine.arm)
+            forget(self._servers, engine.arm, engine)
 
     def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
         seed = _SEED * (repeat + 1) + self.turns.index(turn)  # no prompt begins as another
         served = engine.measure(seed, turn, 0 if repeat else ANSWER_TOKENS)
-        forget(self._server, engine.arm)
+        forget(self._servers, engine.arm, engine)
         expected = self._answers.setdefault((turn, repeat), served["answers"])
         which = engine.arm, turn
         row = self.rows.setdefault(which, row_of(*which, self._setting.can_hit(*which)))
@@ -306,7 +346,7 @@ class Prompts:
     def opening(self, arm: str, folder: Path) -> Opening:
         setting, longest = self._setting, max(self._setting.prompt_tokens) + ANSWER_TOKENS
         room = room_bytes(setting.shape, longest)
-        port = self._server.address.port if self._server is not None else 0
+        port = port_of(self._servers, arm)
         options: dict[str, Any] = {"dtype": DTYPES[setting.shape.dtype_bytes]}
         options |= {"max_model_len": longest + 48, "max_num_batched_tokens": max(longest + 48, 2048)}
         if setting.is_gpu:
@@ -353,10 +393,10 @@ def run(plan: VLLMPlan, where: Where, progress: Progress) -> VLLMResult:
     began_s = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
-        setting = setting_of(plan, facts_of(where, folder))
+        setting = setting_of(plan, facts_of(where, folder, plan.arms))
         room = room_bytes(setting.shape, max(setting.prompt_tokens) + ANSWER_TOKENS)
-        server = stack.enter_context(server_for(setting.arms, room))
-        facts, prompts = machine_facts(), Prompts(setting, where, server)
+        servers = stack.enter_context(servers_for(setting.arms, room))
+        facts, prompts = machine_facts(), Prompts(setting, where, servers)
         rounds = Rounds(prompts, setting, where, began_s + plan.limit_s)
         rounds.serve(folder, progress)
     if not prompts.rows:

@@ -1,7 +1,8 @@
 """One process of `kvredis bench vllm`: a vLLM engine that serves the prompts it is told to.
 
 A line of JSON on stdin is a request, a line on stdout its answer, or {"error": text}; the first request is an Opening.
-With --facts it says what computes, and ends. vLLM is loaded here alone, in whichever version the interpreter has.
+With --facts it says what computes, with --lmcache also which LMCache is there, and ends. vLLM is loaded here alone, in
+whichever version the interpreter has.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any, Final, TypedDict, cast
 
 RESETS_MAX: Final = 100
 SETTLE_S: Final = 60.0
+_POLL_S: Final = 0.01
 _SHORT_TOKENS: Final = 40
 _SETTLED_STEPS: Final = 8  # of a request that decodes, before its steps are timed
 _BATCHES: Final = 1000  # the first seed of prompts that are served at once
@@ -54,6 +59,7 @@ class Asked(TypedDict):
     first_s: float  # when its first token was there
     cached_tokens: int
     answer: list[int]
+    transfer: dict[str, Any] | None  # kv_transfer_params of the output
 
 
 class Stalled(TypedDict):
@@ -93,6 +99,37 @@ class Ranks:
         """Of all ranks together."""
         ranks = self._llm.collective_rpc(counted)
         return {name: sum(rank.get(name, 0.0) for rank in ranks) for name in ranks[0]}
+
+
+class LMCache:
+    """The worker's half of LMCache's connector in this process."""
+
+    counters: Final[dict[str, float]] = {}
+    """Of our connector alone."""
+
+    def __init__(self, connector: Any, chunk_tokens: int) -> None:
+        """Raises RuntimeError where it has come up without an engine, and would be no cache: it only logs that."""
+        self._engine: Any = connector._lmcache_engine.lmcache_engine
+        if self._engine is None:
+            raise RuntimeError("LMCache has no engine: what it printed says why")
+        self._chunk_tokens, self._prompt = chunk_tokens, list[int]()
+
+    def expect(self, prompt: list[int]) -> None:
+        """Say what is to be stored."""
+        self._prompt = prompt
+
+    def settle(self, wait_s: float) -> bool:
+        """Whether it finds all of that within so many seconds. It does not say what it still sends to a server."""
+        until_s, whole = time.monotonic() + wait_s, len(self._prompt) // self._chunk_tokens * self._chunk_tokens
+        while self._engine.lookup(tokens=self._prompt) < whole:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def forget(self) -> None:
+        """Empty its memory."""
+        self._engine.clear(locations=["LocalCPUBackend"])
 
 
 def settled(_worker: Any, wait_s: float) -> bool:
@@ -146,6 +183,9 @@ class Engine:
 
             group = get_kv_transfer_group()
             self._ours = group if hasattr(group, "settle") else None
+            if told["connector"] is not None and told["connector"]["kv_connector"] == "LMCacheConnectorV1":
+                extra = told["connector"]["kv_connector_extra_config"]
+                self._ours = LMCache(group, int(extra["lmcache.chunk_size"]))
 
     def measure(self, seed: int, tokens: int, answer: int) -> Served:
         """Serve one prompt that is new to the engine three times; with `answer` tokens generated a fourth time."""
@@ -153,6 +193,8 @@ class Engine:
         cold_ms, cold, first = self._generate(prompt, 1)
         if cold:
             raise RuntimeError(f"{cold} tokens of a new prompt were a hit")
+        if isinstance(self._ours, LMCache):
+            self._ours.expect(prompt)
         self._settle()
         stored, loaded = self._counter("stored_bytes") - stored, self._counter("loaded_bytes")
         own_ms, own, second = self._generate(prompt, 1)
@@ -230,21 +272,22 @@ class Engine:
             answers=[answers[place] for place in range(len(prompts))],
         )
 
-    def first(self, seed: int, tokens: int, answer: int) -> Asked:
-        """Serve one prompt, with `answer` tokens."""
+    def first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> Asked:
+        """Serve one prompt, with `answer` tokens; `transfer` is kv_transfer_params for it."""
         asked_s = time.monotonic()
-        self._add("first", self._prompt(seed, tokens), answer)
+        self._add("first", self._prompt(seed, tokens), answer, transfer)
         first_s, output = 0.0, None
         while self._llm.llm_engine.has_unfinished_requests():
             for output in self._llm.llm_engine.step():
                 first_s = first_s or (time.monotonic() if output.outputs[0].token_ids else 0.0)
-        if output is None:
+        if output is None or not first_s:
             raise RuntimeError("vLLM has answered nothing")
         return Asked(
             asked_s=asked_s,
             first_s=first_s,
             cached_tokens=int(output.num_cached_tokens or 0),
             answer=list(output.outputs[0].token_ids),
+            transfer=output.kv_transfer_params,
         )
 
     def stalled(self, seed: int, tokens: int, count: int, steps: int) -> Stalled:
@@ -274,12 +317,18 @@ class Engine:
         self._reset()
         return {}
 
-    def _add(self, name: str, prompt: list[int], count: int) -> None:
+    def _add(self, name: str, prompt: list[int], count: int, transfer: dict[str, Any] | None = None) -> None:
         from vllm import SamplingParams
 
         self._number += 1
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra)
         self._llm.llm_engine.add_request(f"{name}-{self._number}", {"prompt_token_ids": prompt}, sampling)
+
+    def forget(self) -> dict[str, Any]:
+        """Empty LMCache's own memory."""
+        self._ours.forget()
+        return {}
 
     def counters(self) -> dict[str, float]:
         """Of our connector; {} without it."""
@@ -319,7 +368,7 @@ class Engine:
         raise RuntimeError("vLLM does not empty its prefix cache")
 
     def _counter(self, name: str) -> int:
-        return 0 if self._ours is None else int(self._ours.counters[name])
+        return 0 if self._ours is None else int(self._ours.counters.get(name, 0))
 
 
 def enliven(model: Any) -> None:
@@ -334,19 +383,34 @@ def device() -> dict[str, Any]:
     import torch
     import vllm
 
-    said = {"vllm": vllm.__version__, "torch": torch.__version__}
+    said = {"vllm": vllm.__version__, "torch": torch.__version__, "nixl": None}
+    with suppress(PackageNotFoundError):
+        said["nixl"] = version("nixl")
     if not torch.cuda.is_available():
         return {"device": "cpu", "memory_bytes": 0} | said
     facts = torch.cuda.get_device_properties(0)
     return {"device": facts.name, "memory_bytes": facts.total_memory, "devices": torch.cuda.device_count()} | said
 
 
+def lmcache_facts() -> dict[str, Any]:
+    """LMCache's version, and whether its compiled kernels move KV (it has slower ones of torch for when they cannot be
+    loaded); where it cannot be imported, why."""
+    try:
+        import lmcache
+        import lmcache.integration.vllm.vllm_v1_adapter  # what vLLM's connector imports
+    except Exception as error:  # of any kind: its libraries belong to another torch, or a package is missing
+        return {"lmcache_error": f"{type(error).__name__}: {error}"}
+    kernels = getattr(lmcache, "device_ops", None) or getattr(lmcache, "c_ops", None)
+    moving = getattr(kernels, "multi_layer_kv_transfer", None)
+    return {"lmcache": lmcache.__version__, "lmcache_compiled": isinstance(moving, BuiltinFunctionType)}
+
+
 def main() -> None:
     """Serve lines until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
-    if sys.argv[1:] == ["--facts"]:
-        answers.write(json.dumps(device()) + "\n")
+    if sys.argv[1:2] == ["--facts"]:
+        answers.write(json.dumps(device() | (lmcache_facts() if "--lmcache" in sys.argv else {})) + "\n")
         return
     from vllm import LLM as LLM  # before it is asked for: that takes as long as opening an engine
 

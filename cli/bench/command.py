@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvredis.bench.core.servers import RECIPES, SUBJECT, Recipe, before_recipe
+from kvredis.bench.core.servers import BEFORE, RECIPES, SUBJECT, Recipe, before_recipe, redis_like_recipe
 from kvredis.bench.pictures import draw_file
 from kvredis.bench.server.run import (
     BEFORE_PARTS,
@@ -28,6 +28,7 @@ from kvredis.bench.server.run import (
 from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
 
+from .alpha import alpha
 from .disk import disk
 from .engine_tables import hit_sweep, long_prefill, prefill
 from .links import links
@@ -53,11 +54,22 @@ def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | No
         raise click.BadParameter(str(error)) from None
 
 
+def _peers(_context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    pairs = tuple((name, program) for name, _, program in (word.partition("=") for word in value))
+    names = [name for name, _ in pairs]
+    if not all(name and program for name, program in pairs):
+        raise click.BadParameter("it is NAME=PROGRAM")
+    if len({*names, *RECIPES, BEFORE}) < len(names) + len(RECIPES) + 1:
+        raise click.BadParameter("each server needs a name of its own")
+    return pairs
+
+
 @click.group(epilog="Example: kvredis bench server --quick")
 def bench() -> None:
     """Measure kvredis against what else there is, on this machine."""
 
 
+bench.add_command(alpha)
 bench.add_command(disk)
 bench.add_command(hit_sweep)
 bench.add_command(links)
@@ -90,10 +102,22 @@ def plot(result: Path, picture: Path) -> None:
 @bench.command(
     epilog="""\b
 Example: kvredis bench server --quick --arms kvredis,redis --json quick.json
+Example: kvredis bench server --peer redis8=../shared/peers/redis8 --peer valkey81=../shared/peers/valkey81
 Example: git worktree add ../before HEAD~1; kvredis bench server --before ../before"""
 )
 @click.option("--quick", is_flag=True, help="About a minute: three sizes, two repeats, one connection.")
 @click.option("--arms", callback=words_of(tuple(RECIPES)), metavar="LIST", help="Servers: kvredis,redis,memcached.")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    callback=_peers,
+    metavar="NAME=PROGRAM",
+    help="One more server: a build of Redis or Valkey. May be given several times.",
+)
+@click.option(
+    "--peer-threads", type=click.IntRange(1, 128), default=2, show_default=True, help="The --io-threads of each --peer."
+)
 @click.option(
     "--before",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -124,6 +148,8 @@ Example: git worktree add ../before HEAD~1; kvredis bench server --before ../bef
 def server(
     quick: bool,
     arms: tuple[str, ...] | None,
+    peers: tuple[tuple[str, str], ...],
+    peer_threads: int,
     before: Path | None,
     parts: tuple[str, ...] | None,
     pin: bool | None,
@@ -140,6 +166,10 @@ def server(
     recipes, skipped = available(arms or tuple(RECIPES))
     if arms and skipped:
         raise click.ClickException("; ".join(skipped.values()))
+    for name, program in peers:
+        recipes.append(redis_like_recipe(name, program, peer_threads))
+        if (missing := recipes[-1].missing()) is not None:
+            raise click.UsageError(missing)
     parts = parts or (BEFORE_PARTS if before else DEFAULT_PARTS)
     plan = _plan(ServerPlan(_joined(recipes, before), parts=parts), quick, pin, shape)
     with measuring(plan.steps(), "starting servers") as progress:

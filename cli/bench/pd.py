@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvredis.bench.vllm.apart import ARMS, PdPlan, run, table_lines
+from kvredis.bench.vllm.apart import ARMS, GPU_ARMS, PEERS, PdPlan, run, table_lines
 from kvredis.bench.vllm.engine import Where
 from kvredis.cli.numbers import Number
 
@@ -23,7 +23,12 @@ Example: kvredis bench pd --json pd.json --gate
 Example: kvredis bench pd --arms chunked --prompt-tokens 8192 --limit-s 200""",
 )
 @click.option("--quick", is_flag=True, help="One repeat.")
-@click.option("--arms", callback=words_of(ARMS), metavar="LIST", help=f"Any of {', '.join(ARMS)}; default all.")
+@click.option(
+    "--arms",
+    callback=words_of((*ARMS, *GPU_ARMS, *PEERS)),
+    metavar="LIST",
+    help=f"Any of {', '.join((*ARMS, *GPU_ARMS, *PEERS))}; default {', '.join(ARMS)}, with two GPUs gpu.",
+)
 @click.option("--shape", callback=one_shape, metavar="NAME", help="As of bench vllm; default 8b, tiny without a GPU.")
 @click.option("--prompt-tokens", type=click.IntRange(2, 1 << 20), help="Default 15400; without a GPU 1000.")
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256, CPU: 64.")
@@ -50,6 +55,8 @@ def pd(
     The engines that prefill have the first GPU, the one that decodes the second. The first token is timed from when the
     prefill engine is asked, and from when that has its own; beside it the decode engine computes the same prompts
     alone. Then the longest gap between two tokens of eight requests that decode while a long prompt comes.
+
+    The arms nixl and nixl+cross are vLLM's own NixlConnector, with two engines and without kvredis: to compare with.
     """
     settings = {name: value for name, value in given.items() if value is not None}
     kept = logs.resolve() if logs else None

@@ -13,7 +13,7 @@ from kvredis.bench.vllm.concurrency import ConcurrencyPlan
 from kvredis.bench.vllm.concurrency import run as run_concurrency
 from kvredis.bench.vllm.concurrency import table_lines as concurrency_lines
 from kvredis.bench.vllm.engine import Where
-from kvredis.bench.vllm.run import ARMS, VLLMPlan, run, table_lines
+from kvredis.bench.vllm.run import ARMS, DEFAULT_ARMS, VLLMPlan, run, table_lines
 from kvredis.cli.numbers import Number
 
 from .options import Telling, json_option, measuring, numbers_of, one_shape, picture_option, words_of
@@ -24,6 +24,7 @@ from .options import Telling, json_option, measuring, numbers_of, one_shape, pic
     epilog="""\b
 Example: kvredis bench vllm --json h200.json --gate
 Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --limit-s 300
+Example: kvredis bench vllm --arms none,lane,tcp,lmcache,lmcache+redis,lmcache+kvredis --gate
 Example: kvredis bench vllm --concurrency 8 --json qps.json --gate""",
 )
 @click.option("--quick", is_flag=True, help="One repeat, of the longest prompt alone.")
@@ -42,7 +43,8 @@ Example: kvredis bench vllm --concurrency 8 --json qps.json --gate""",
     "--arms",
     callback=words_of(ARMS),
     metavar="LIST",
-    help=f"Any of {', '.join(ARMS)}; default all, with --concurrency none, offloading, lane, lane+layers and tcp.",
+    help=f"Any of {', '.join(ARMS)}; default the first {len(DEFAULT_ARMS)}, with --concurrency none, offloading, lane,"
+    " lane+layers and tcp.",
 )
 @click.option(
     "--shape", callback=one_shape, metavar="NAME", help="32b, 7b, 3b, glm or 8b; default 8b, tiny without a GPU."
@@ -84,6 +86,10 @@ def vllm(
 
     One engine for each way of keeping KV, beside vLLM's own OffloadingConnector; TTFT by the prompt's length. Generated
     tokens and hits are compared. vLLM is looked for in this environment unless --python or --site names another.
+
+    lmcache, lmcache+redis and lmcache+kvredis serve by LMCache's own connector, from its memory or from a server alone
+    by its native client; LMCache must be where vLLM is, lmcache+redis needs redis-server, too. Beside them stay lane
+    and tcp open, which must be ahead of each.
 
     With --concurrency N: requests a second, N at once. Cold: new prompts. All stored: the same again. Half shared and
     stored: the first half of each prompt is a prefix that all N share and that is stored, the second half is its own

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,8 +30,11 @@ EXIT_S = 30
 class ServerProcess:
     """One server on a unix socket in `folder`; it can be killed and started again in the same place."""
 
-    def __init__(self, kind: str, folder: Path, args: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, kind: str, folder: Path, args: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
+        self._env = dict(env or {})
         self.url = f"unix://{folder}/socket"
         self.tcp_url = ""
         self.tls_address = ""
@@ -49,7 +52,7 @@ class ServerProcess:
         self._process = Forked(
             self._command,
             cwd=ROOT,
-            env={"PATH": "/usr/bin:/bin"},
+            env={"PATH": "/usr/bin:/bin", **self._env},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -83,10 +86,10 @@ class ServerProcess:
 StartServer = Callable[..., ServerProcess]
 
 
-def start_server(kind: str, folder: Path, *args: str) -> ServerProcess:
+def start_server(kind: str, folder: Path, *args: str, env: Mapping[str, str] | None = None) -> ServerProcess:
     if kind == "redis" and shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
-    server = ServerProcess(kind, folder, args)
+    server = ServerProcess(kind, folder, args, env)
     server.start()
     return server
 

@@ -21,7 +21,7 @@ import pytest
 from kvredis.adapters.engine.break_even import BreakEven, Piece
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.plan import Pipeline, TierSpeed, Workload, judge, plan, remote_share, sizes_of
+from kvredis.bench.plan import Pipeline, TierSpeed, Workload, judge, landing_share, plan, remote_share, sizes_of
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200_8B = {1024: (0.031, 0.0025), 8192: (0.248, 0.0195), 15_400: (0.518, 0.0367)}  # tokens: prefill s, load s
@@ -183,6 +183,12 @@ def test_the_remote_share_reckons_in_gb_per_s_ms_and_gb() -> None:
     # 0.5 GB: read in 0.5 ms at 1000 GB/s; 4.5 ms more of other work, 1 ms of overhead: 4 ms x 50 GB/s = 0.2 GB.
     assert remote_share(Pipeline(1000, 50, other_ms=4.5, overhead_ms=1.0), kv_gb=0.5) == pytest.approx(0.4)
     assert remote_share(Pipeline(1000, 50, overhead_ms=1.0), kv_gb=0.5) == 0.0
+
+
+def test_writing_what_comes_costs_a_step_a_twentieth_from_some_share_on() -> None:
+    assert landing_share(Pipeline(1000, 50), kv_gb=0.5) == pytest.approx(0.05), "a step that only reads KV"
+    assert landing_share(Pipeline(1000, 50, other_ms=4.5), kv_gb=0.5) == pytest.approx(0.5)
+    assert landing_share(Pipeline(1000, 50, other_ms=100), kv_gb=0.5) == 1.0
 
 
 def test_the_pipeline_reads_one_prompt_unless_told_otherwise() -> None:

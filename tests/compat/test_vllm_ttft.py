@@ -10,7 +10,8 @@ from kvredis.bench.vllm.apart import WAYS, PdResult
 from kvredis.bench.vllm.concurrency import KINDS, ConcurrencyResult
 from kvredis.bench.vllm.run import SCHEMA, VLLMResult
 from kvredis.cli.bench.command import bench
-from tests.compat.vllm_process import site
+from tests.compat.side_packages import packages
+from tests.compat.vllm_process import HERE, site
 
 pytestmark = pytest.mark.nightly
 
@@ -65,3 +66,18 @@ def test_what_one_real_engine_computes_another_decodes_with_the_same_tokens_when
     assert {(row["arm"], row["way"]) for row in result["rows"]} == {(a, w) for a in ("chunked", "layers") for w in WAYS}
     assert all(row["hit_share"] == row["equal"] == 1 for row in result["rows"])
     assert {row["what"]: row["hit_share"] for row in result["stalls"]} == {"computed": 0, "loaded": 1, "none": 0}
+
+
+def test_vllm_s_own_nixl_connector_hands_prompts_over_between_engines_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(packages(HERE / "nixl.txt", "vllm")))
+    path = tmp_path / "result.json"
+    options = ("--arms", "chunked,nixl", "--prompt-tokens", "330", "--quick")
+    done = CliRunner().invoke(bench, ("pd", "--site", str(site()), *options, "--json", str(path), "--gate"))
+    assert done.exit_code == 0, done.output
+    result: PdResult = json.loads(path.read_text())
+    assert not any("Given up" in note for note in result["notes"]), result["notes"]
+    (row,) = (row for row in result["rows"] if row["arm"] == "nixl")
+    assert (row["way"], row["equal"], row["hit_share"]) == ("behind", 1, 1)
+    assert row["samples"][0]["hit_tokens"] >= 329, "all but the last token, where kvredis has whole chunks"

@@ -64,23 +64,25 @@ def block_bytes(layout: ChunkLayout, tokens: int, *, is_checked: bool = False) -
     )
 
 
-def open_block(view: memoryview, layout: ChunkLayout) -> Block:
+def open_block(view: memoryview, layout: ChunkLayout, head: memoryview | None = None) -> Block:
     """Checks a whole block against the layout and lends its tensor. The bytes stay the caller's; nothing is copied.
+    `head` has the block's first bytes, HEADER_BYTES_MAX or all, where `view` cannot be read.
 
     Raises LayoutError that names the first difference: damaged, cut short, too long, of another model, dtype or shape.
     """
+    head = view if head is None else head
     full = _full_chunk(layout)
     if len(view) == full.nbytes:  # the common case, which costs two comparisons
-        header = bytes(view[: full.header_bytes])
+        header = bytes(head[: full.header_bytes])
         digits = header[full.digits]
         if header.startswith(full.before) and header.endswith(full.behind) and _XXH3_DIGITS.fullmatch(digits):
             return Block(view[full.header_bytes :], layout.chunk_tokens, digits.decode("ascii"))
-    total = _header_total(view)
+    total = _header_total(head)
     tokens = layout.chunk_tokens
-    checksum = _claimed_checksum(view[:total], layout, tokens)
+    checksum = _claimed_checksum(head[:total], layout, tokens)
     if checksum is None:  # neither a full chunk nor one without a checksum
         try:
-            tokens, checksum = _parsed(view[:total], layout)
+            tokens, checksum = _parsed(head[:total], layout)
         except RecursionError as error:  # brackets in brackets, to be parsed or to be shown
             raise LayoutError("block header nests too deep") from error
     if len(view) != total + layout.chunk_bytes(tokens):

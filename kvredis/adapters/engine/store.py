@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from kvredis.backends.base import Backend, Reservation
+from kvredis.backends.shm.gpu_writer import GpuReservation
 
 from .block import block_bytes, encode_header
 from .keys import ChunkKey
@@ -44,7 +45,10 @@ class ReservedBlock:
     def commit(self, checksum: str = "") -> None:
         """Make it visible; `tensor` has been filled."""
         header = encode_header(self._layout, self.tokens, checksum)
-        self._room[: len(header)] = header
+        if isinstance(self._reservation, GpuReservation):
+            self._reservation.write(header)
+        else:
+            self._room[: len(header)] = header
         self.tensor = self._room = memoryview(b"")
         self._reservation.commit()
 

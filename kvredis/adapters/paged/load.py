@@ -11,12 +11,13 @@ from collections.abc import Callable, Generator
 
 import torch
 
-from kvredis.adapters.engine.block import Block, open_block
+from kvredis.adapters.engine.block import HEADER_BYTES_MAX, Block, open_block
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.load import Intake
 from kvredis.adapters.engine.tensors import view_tensor
 from kvredis.adapters.transfer.base import Moving, Part, Transfer, wait_for_all
 from kvredis.backends.base import Lease
+from kvredis.backends.shm.leases import GpuLease
 from kvredis.storage.errors import LayoutError
 
 from .jobs import ChunkMove, JobState, MoverContext, MoverTask
@@ -34,14 +35,20 @@ class LeasedChunk:
     def __init__(self, context: MoverContext, move: ChunkMove, lease: Lease) -> None:
         """Raises LayoutError where they do not."""
         group = context.groups[move.group]
-        whole, tokens = open_block(lease.view, group.layout), group.tokens_of(move)
+        is_locked = group.paged.device.type == "cuda"
+        head = memoryview(lease.read(min(lease.length, HEADER_BYTES_MAX))) if isinstance(lease, GpuLease) else None
+        whole, tokens = open_block(lease.view, group.layout, head), group.tokens_of(move)
         if whole.tokens < tokens:
             raise LayoutError(f"block covers {whole.tokens} tokens, its pages {tokens}")
         self.move = move
         self.lease = lease
-        is_locked = group.paged.device.type == "cuda"
-        self.block = excerpt(whole, group.layout, tokens, heads=group.heads, is_locked=is_locked)
+        is_whole = tokens == whole.tokens and group.heads is None
         self.checksum = context.checksums.of(whole.tensor, is_wanted=bool(whole.checksum))
+        if isinstance(lease, GpuLease) and not (is_whole and self.checksum.passes(group.transfer, whole.tensor)):
+            whole = on_host(lease, whole, is_locked=is_locked)
+            self.checksum.drop()
+            self.checksum = context.checksums.of(whole.tensor, is_wanted=bool(whole.checksum))
+        self.block = excerpt(whole, group.layout, tokens, heads=group.heads, is_locked=is_locked)
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +65,14 @@ class LeasedChunk:
         self.checksum.drop()
         self.block = Block(memoryview(b""), 0)
         self.lease.release()
+
+
+def on_host(lease: GpuLease, block: Block, *, is_locked: bool) -> Block:
+    """A block in a server's GPU memory, copied: processors are to hash it, or to copy a part of it. For a GPU it is in
+    page-locked memory."""
+    whole = torch.empty(lease.length, dtype=torch.uint8, pin_memory=is_locked).numpy().data
+    lease.read_into(whole)
+    return block._replace(tensor=whole[lease.length - block.tensor.nbytes :])
 
 
 def excerpt(

@@ -14,6 +14,7 @@ import torch
 from kvredis.adapters.engine.store import PrefixOrder, ReservedBlock
 from kvredis.adapters.transfer.base import Moving, Part, Transfer, wait_for_all
 from kvredis.backends.base import Reservation
+from kvredis.backends.shm.gpu_writer import GpuReservation
 
 from .jobs import ChunkMove, JobState, MoverContext, MoverTask
 
@@ -53,9 +54,16 @@ class ReservedChunk(ReservedBlock):
 
 
 def reserve(context: MoverContext, move: ChunkMove) -> ReservedChunk | None:
-    """Room for a chunk, None when there is none."""
+    """Room for a chunk, None when there is none: also where that is on a GPU, and a processor would have to hash it."""
     reservation = context.backend.reserve(move.key, context.value_bytes(move))
-    return None if reservation is None else ReservedChunk(context, move, reservation)
+    if reservation is None:
+        return None
+    chunk = ReservedChunk(context, move, reservation)
+    transfer = context.groups[move.group].transfer
+    if isinstance(reservation, GpuReservation) and not chunk.checksum.passes(transfer, chunk.tensor):
+        chunk.abort()
+        return None
+    return chunk
 
 
 def commit(context: MoverContext, job: JobState, chunks: Sequence[ReservedChunk]) -> None:

@@ -58,6 +58,11 @@ class Checksum:
                 self._row = NO_ROW if passing is None else passing.row
         return self._row
 
+    def passes(self, transfer: Transfer, memory: memoryview) -> bool:
+        """Whether no processor looks at the bytes, if `transfer` is given `memory` next: it finds the checksum, or none
+        is wanted."""
+        return self._pool is None or self.row_in(transfer, memory) != NO_ROW
+
     def begin(self) -> None:
         """Have a thread hash the bytes, which are all there, unless the transfer finds the checksum. Raises
         RuntimeError when there is no thread left."""

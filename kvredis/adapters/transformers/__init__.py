@@ -1,4 +1,5 @@
-"""`generate()` of transformers with a prompt cache: `kvredis.adapters.transformers.CachedModel` and `layout_of`.
+"""`generate()` of transformers with a prompt cache: `kvredis.adapters.transformers.CachedModel` and `layout_of`; and
+with part of a prompt's KV on another GPU: `StreamedCache`.
 
 transformers is imported when one of them is named. Only users and the command line's demo import this package.
 """
@@ -10,10 +11,11 @@ from kvredis import load_public
 if TYPE_CHECKING:
     from .generate import CachedModel as CachedModel
     from .model import layout_of as layout_of
+    from .streamed import StreamedCache as StreamedCache
 
-__all__ = ["CachedModel", "layout_of"]
+__all__ = ["CachedModel", "StreamedCache", "layout_of"]
 
-_HOMES = {"CachedModel": "generate", "layout_of": "model"}
+_HOMES = {"CachedModel": "generate", "StreamedCache": "streamed", "layout_of": "model"}
 
 
 def __getattr__(name: str) -> Any:

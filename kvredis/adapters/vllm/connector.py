@@ -457,6 +457,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             logger.warning(text)
         watch = WeightsWatch(lambda: models_of(worker))
         self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options, watch, self._rank)
+        if self._config.use_gpu_memory:
+            self._worker.use_gpu_memory()
+        self._worker.warm_up()
         if getattr(self._vllm_config.model_config, "enable_sleep_mode", False) and not _TELLS_OF_SLEEP:
             if worker is None:
                 text = "nothing tells this connector when vLLM unmaps the KV cache: its worker was not found"

@@ -29,6 +29,7 @@ from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
+from kvredis.backends.remote.backend import RemoteBackend
 
 from .held_pages import StoreOver
 from .kv_layout import LayerGroup, in_order, paged_view, split_anew, state_view
@@ -169,7 +170,7 @@ class PagedWorker:
         self._results = Results()
         self._has_told = False
         """Whether the scheduler is about to hear of a load that is over: it has something to compute then."""
-        self._warm_up(backend)
+        self._backend = backend
 
     # -- in the order of a step --------------------------------------------------------------------------------------
 
@@ -336,9 +337,23 @@ class PagedWorker:
         for transfer in (*self._transfers, *self._transfers_of_others):
             transfer.close()
 
-    def _warm_up(self, backend: Backend) -> None:
+    def use_gpu_memory(self) -> None:
+        """Have blocks written to a server's GPU memory, and read there, by this rank's GPU. Their checksums must be
+        found in passing then: no processor can hash them."""
+        if self._device.type != "cuda" or not isinstance(self._backend, RemoteBackend):
+            return
+        for group in self._paged:
+            passing = group.transfer.sum_of(group.layout.chunk_bytes()) if self.mover.options.verify else None
+            if passing is not None:
+                passing.cancel()
+            elif self.mover.options.verify:
+                logger.info("a server's GPU memory is not used: this GPU finds no checksums of this KV")
+                return
+        self._backend.use_gpu(self._device.index or 0)
+
+    def warm_up(self) -> None:
         """Have connections opened before a request waits for them. No key is that short."""
-        with contextlib.suppress(Exception), closing(backend.load([b"-"])) as leases:
+        with contextlib.suppress(Exception), closing(self._backend.load([b"-"])) as leases:
             for lease in leases:
                 if lease is not None:
                     lease.release()

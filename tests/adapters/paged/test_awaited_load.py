@@ -1,16 +1,19 @@
 """A load of chunks that another engine stores meanwhile, over a real server: what has come is loaded, and no more."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
 
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob
 from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.transfer.base import Transfer
+from kvredis.adapters.transfer.cpu import HostTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
-from tests.adapters.paged_engine import WAIT_S, PagedEngine, block_for, moves_of, pages_in
+from tests.adapters.paged_engine import WAIT_S, GatedTransfer, PagedEngine, block_for, moves_of, pages_in
 from tests.backends.conftest import ServerProcess, kvredis_server  # noqa: F401
 from tests.backends.nodes import wait_until
 
@@ -20,9 +23,9 @@ LONG_S = 60.0
 class Two:
     """An engine that stores, and one that loads, with a connection each. `moves` are the second one's."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, transfer: Callable[[PagedKV], Transfer] = HostTransfer) -> None:
         config = Config(local_cpu=False, max_local_cpu_size=0.0625, remote_url=url, blocking_timeout_secs=WAIT_S)
-        self.first, self.second = PagedEngine(50, groups=1), PagedEngine(groups=1)
+        self.first, self.second = PagedEngine(50, groups=1), PagedEngine(groups=1, transfer=transfer)
         self.theirs: Backend = open_backend(config)
         self.ours: Backend = open_backend(config)
         self.stored, self.moves = moves_of(name, 6), moves_of(name, 6, seed=9)
@@ -81,6 +84,24 @@ def test_each_chunk_is_loaded_when_it_has_come_and_the_load_is_told_of_once(two:
     assert two.second.changed_pages() == pages_in(two.moves)
     assert two.mover.finished().loaded == set()
     assert two.mover.stats()["loads"] == 1
+
+
+def test_chunks_that_come_while_others_are_loaded_are_loaded_together(
+    kvredis_server: ServerProcess,  # noqa: F811
+) -> None:
+    with closing(Two(kvredis_server.url, "together", GatedTransfer)) as two:
+        gate = two.second.groups[0].transfer
+        assert isinstance(gate, GatedTransfer)
+        two.load()
+        two.store(two.stored[:1])
+        assert gate.began.wait(WAIT_S)
+        for move in two.stored[1:]:
+            two.store([move])
+        gate.open.set()
+        two.is_over(come=6)
+        counts = [count for _, count, _ in gate.calls]
+        assert sum(counts) == 6
+        assert len(counts) <= 3, "the first, the one that waited for it, and all others"
 
 
 def test_a_chunk_that_is_there_behind_one_that_is_not_waits_for_it(two: Two) -> None:

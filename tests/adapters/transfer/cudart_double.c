@@ -43,7 +43,7 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, st
 
 int cudaPointerGetAttributes(struct pointer *found, const void *address) {
     memset(found, 0, sizeof *found);
-    found->type = ((const char *)address)[0] == 'L';
+    found->type = ((const char *)address)[0] == 'L' ? 1 : ((const char *)address)[0] == 'D' ? 2 : 0;
     return address ? 0 : 1;
 }
 

@@ -61,6 +61,7 @@ class LazyGpu:
         self._numbers: dict[int, torch.Tensor] = {}
         self.locked = True
         self.asked_about = 0
+        self.holds_both_ends = False
         self.uploads = 0
         self.copies: list[int] = []
         self.copies_until_failure = -1
@@ -164,6 +165,9 @@ class LazyGpu:
     def page_locked(self, address: int) -> bool:
         self.asked_about += 1
         return self.locked
+
+    def on_gpu(self, address: int) -> bool:
+        return self.holds_both_ends
 
     def synchronize(self, stream: LazyStream) -> None:
         self.record(stream).synchronize()

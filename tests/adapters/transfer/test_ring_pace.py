@@ -82,6 +82,16 @@ def test_behind_buffers_under_way_chunks_are_enqueued_at_a_pace(way: str, monkey
     assert bytes(part.memory) == block_of(layers, range(PAGES)).numpy().tobytes()
 
 
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_between_gpus_nothing_is_paced(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, transfer, gpu, part = made()
+    gpu.holds_both_ends = True
+    _, after = closed_gate(gpu)
+    pauses = Pauses(monkeypatch, gpu)
+    getattr(transfer, way)([part], after=after)
+    assert not pauses.seconds
+
+
 def test_what_enqueuing_takes_shortens_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, transfer, gpu, part = made()
     _, after = closed_gate(gpu)

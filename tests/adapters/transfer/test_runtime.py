@@ -127,6 +127,6 @@ def test_an_error_is_raised_in_words_and_is_not_left_for_torch_to_find(tmp_path:
 
 def test_memory_is_page_locked_when_the_driver_knows_it(tmp_path: Path) -> None:
     runtime = CudaRuntime(library(tmp_path, 13000))
-    locked, pageable = b"Locked", b"pageable"
-    assert runtime.page_locked(address_of(locked))
-    assert not runtime.page_locked(address_of(pageable))
+    locked, pageable, on_gpu = b"Locked", b"pageable", b"Device"
+    assert [runtime.page_locked(address_of(each)) for each in (locked, pageable, on_gpu)] == [True, False, True]
+    assert [runtime.on_gpu(address_of(each)) for each in (locked, pageable, on_gpu)] == [False, False, True]

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from kvredis.backends.remote.backend import RemoteBackend
-from kvredis.backends.shm import connection
+from kvredis.backends.shm import connection, leases
 from tests.backends.conftest import ServerProcess
 from tests.backends.verbs import BLOCK, content, put_through
 
@@ -64,4 +64,5 @@ def store_blocks(backend: RemoteBackend, keys: list[bytes], length: int = BLOCK)
 
 def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let leases be so much older, as we count."""
-    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+    for module in (connection, leases):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -445,9 +446,10 @@ def test_a_server_says_whether_leases_may_wait_for_its_disk(
 ) -> None:
     found, attach = [], AttachedConnection.attach
 
-    def noted(connection: AttachedConnection, run_id: str, *, page_lock: bool = False) -> None:
-        attach(connection, run_id, page_lock=page_lock)
+    def noted(connection: AttachedConnection, run_id: str, **options: Any) -> str:
+        why_no_gpu = attach(connection, run_id, **options)
         found.append(connection.waits_for_disk)
+        return why_no_gpu
 
     monkeypatch.setattr(AttachedConnection, "attach", noted)
     disk = ["--local-disk", f"{tmp_path}/disk", "--max-local-disk-size", "64MB"] if has_disk else []

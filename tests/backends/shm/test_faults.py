@@ -25,7 +25,8 @@ from kvredis.backends.remote import health
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.shm import connection as attached
 from kvredis.backends.shm import reader
-from kvredis.backends.shm.connection import AttachedConnection, SharedLease
+from kvredis.backends.shm.connection import AttachedConnection
+from kvredis.backends.shm.leases import SharedLease
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from tests.backends.conftest import EXIT_S, ROOT, ServerProcess, small_store, start_server
@@ -356,7 +357,7 @@ def test_a_lease_is_held_until_its_limit_its_release_or_the_end_of_either_side()
         assert one.held
         assert two.held
         assert three.held
-        assert not SharedLease(connection, 0, 4096, until_s - 40.0).held
+        assert not SharedLease(connection, connection.arena, 0, 4096, until_s - 40.0).held
         one.release()
         assert not one.held
         connection.interrupt()
@@ -388,7 +389,7 @@ def test_a_lease_is_not_held_when_the_sockets_number_is_anothers_by_the_time_of_
     other, far_other = socket.socketpair()
     with told(answer(), memfd()) as connection, other, far_other:
         connection.attach("run")
-        lease, look = SharedLease(connection, 0, 4096, time.monotonic() + 40.0), attached._poll
+        lease, look = SharedLease(connection, connection.arena, 0, 4096, time.monotonic() + 40.0), attached._poll
         assert connection._sock is not None
         number = connection._sock.fileno()
 

@@ -13,7 +13,8 @@ import pytest
 from kvredis.backends.shm import connection as attached
 from kvredis.backends.shm import reader
 from kvredis.backends.shm.arena import SharedArena
-from kvredis.backends.shm.connection import AttachedConnection, SharedLease
+from kvredis.backends.shm.connection import AttachedConnection
+from kvredis.backends.shm.leases import SharedLease
 from kvredis.backends.shm.reader import LeasePipeline, leases_for
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena, HugepageMode
@@ -177,7 +178,7 @@ def test_one_load_of_short_values_does_not_make_the_next_ask_for_many_long_ones(
 
 def places(answers: list[object]) -> list[tuple[int, int]]:
     """Where leases are."""
-    return [(each._offset, each.length) for each in answers if isinstance(each, SharedLease)]
+    return [(each._address, each.length) for each in answers if isinstance(each, SharedLease)]
 
 
 def test_an_answer_that_comes_in_pieces_is_read_as_one_that_comes_whole() -> None:

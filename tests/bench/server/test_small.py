@@ -3,7 +3,7 @@
 import pytest
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.server.latency import OPS, VALUE, SmallPlan, parse_csv
+from kvredis.bench.server.latency import LONG, OPS, VALUE, SmallPlan, parse_csv
 
 PRINTED = (
     '"test","rps","avg_latency_ms","min_latency_ms","p50_latency_ms","p95_latency_ms","p99_latency_ms","max_latency_ms"\n'
@@ -22,13 +22,26 @@ def test_anything_else_is_an_error(printed: str) -> None:
         parse_csv(printed)
 
 
-def test_the_value_has_a_hundred_bytes_and_needs_no_quoting() -> None:
-    assert len(VALUE) == 100
-    assert OPS["SET"][2].encode() == VALUE
-    assert not set(VALUE) & set(b" \"'\\")
+def test_the_values_have_the_lengths_that_are_said_and_need_no_quoting() -> None:
+    assert (len(VALUE), len(LONG)) == (100, 16 * 1024)
+    assert OPS["SET"].words[2] == VALUE
+    assert OPS["SET 16 KiB"].words[2] == OPS["SET 16 KiB"].value == LONG
+    assert not set(VALUE + LONG) & set(b" \"'\\")
 
 
-def test_no_run_has_fewer_requests_than_are_in_flight() -> None:
-    plan = SmallPlan(run_s=0.0001)
-    assert plan.requests(50, 16) == 800
-    assert plan.requests(1, 1) == 3
+@pytest.mark.parametrize("op", ["MSET", "MSET 16 KiB"])
+def test_mset_has_ten_keys_and_writes_the_one_that_is_looked_at(op: str) -> None:
+    words = OPS[op].words
+    assert len(set(words[1::2])) == 10
+    assert set(words[2::2]) == {OPS[op].value}
+    assert OPS["GET"].words[1] in words[1::2]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_run_has_fewer_requests_than_are_in_flight(op: str) -> None:
+    assert SmallPlan(run_s=0.00001).requests(op, 50, 16) == 800
+
+
+def test_large_values_are_asked_for_less_often() -> None:
+    plan = SmallPlan()
+    assert plan.requests("PING", 1, 1) > plan.requests("SET 16 KiB", 1, 1) > plan.requests("MSET 16 KiB", 1, 1) > 0

@@ -23,17 +23,17 @@ def test_every_operation_of_every_repeat_is_counted_and_verified(peers: list[Fak
     transfers = Transfers(PLAN, steps.append)
     rows = transfers.run(Arm("unix", connections, False), peers)
     assert [(row["op"], row["server"]) for row in rows] == [
-        (op, name) for op in ("SET", "GET", "GETP") for name in ("kvredis", "redis")
+        (op, name) for op in ("SET", "SETP", "GET", "GETP") for name in ("kvredis", "redis")
     ]
     for row in rows:
         assert [sample["repeat"] for sample in row["samples"]] == [0, 1]
-        assert row["in_flight"] == (16 if row["op"] == "GETP" else 1)
+        assert row["in_flight"] == (16 if row["op"].endswith("P") else 1)
         for sample in row["samples"]:
             assert (sample["operations"], sample["payload_bytes"]) == (18, 18 * SIZE)
             assert sample["verified_bytes"] == 6 * SIZE
             assert 0 < sample["p50_ms"] <= sample["p99_ms"]
             assert sample["gb_per_s"] == pytest.approx(18 * SIZE / sample["seconds"] / 1e9)
-    assert transfers.verification.bytes == 2 * 2 * 3 * 6 * SIZE
+    assert transfers.verification.bytes == 2 * 2 * 4 * 6 * SIZE
     assert len(steps) == PLAN.repeats
     assert all(not peer.store.values for peer in peers), "the next size begins with empty servers"
 

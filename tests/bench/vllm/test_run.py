@@ -6,6 +6,7 @@ tests/compat/test_vllm_ttft.py runs it with the real one.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,16 @@ from kvredis.adapters.vllm.config import configured
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import new_result
 from kvredis.bench.core.shapes import SHAPES
-from kvredis.bench.vllm.engine import TINY, Where, connector_of, engine_bytes, model_config, room_bytes, rounds
+from kvredis.bench.vllm.engine import (
+    LMCACHE_ARMS,
+    TINY,
+    Where,
+    connector_of,
+    engine_bytes,
+    model_config,
+    room_bytes,
+    rounds,
+)
 from kvredis.bench.vllm.run import (
     ANSWER_TOKENS,
     ARMS,
@@ -37,27 +47,43 @@ from kvredis.cli.bench.command import bench
 H200 = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000, "vllm": "0.26.0", "torch": "2.11"}
 H100 = H200 | {"device": "NVIDIA H100", "memory_bytes": 85_000_000_000}
 NO_GPU = {"device": "cpu", "memory_bytes": 0, "vllm": "0.32.0", "torch": "2.13"}
+LMCACHE_THERE = {"lmcache": "0.5.3", "lmcache_compiled": True}
 
 FAKE = """#!{python}
-import json, os, sys
+import json, os, socket, sys
 arguments = sys.argv[1:]
 assert arguments[:2] == ["-m", "kvredis.bench.vllm.worker"], arguments
-if arguments[2:] == ["--facts"]:
-    print(json.dumps({facts}))
+if arguments[2:3] == ["--facts"]:
+    print(json.dumps({facts} | ({lmcache} if "--lmcache" in arguments else {{}})))
     sys.exit()
 opening = json.loads(sys.stdin.readline())
 arm = os.path.basename(opening["model"]).rsplit("-", 1)[0]
 with open({told!r}, "a") as told:
     breaks = {{"breaks": os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH")}}
-    print(json.dumps([arm, opening | breaks, os.environ["PYTHONPATH"]]), file=told)
+    theirs = {{name: value for name, value in os.environ.items() if name.startswith("LMCACHE_")}}
+    print(json.dumps([arm, opening | breaks | {{"environment": theirs}}, os.environ["PYTHONPATH"]]), file=told)
 if arm == "tcp":
     print("it printed this", file=sys.stderr)
     print(json.dumps({{"error": "no engine today"}}), flush=True)
     sys.exit()
 print("{{}}", flush=True)
+extra = (opening["connector"] or {{}}).get("kv_connector_extra_config", {{}})
+port = extra.get("lmcache.remote_url", "").rpartition(":")[2]
 for line in sys.stdin:
     asked = json.loads(line)
-    if asked.pop("do") == "counters":
+    do = asked.pop("do")
+    if port and do == "measure":
+        with socket.create_connection(("127.0.0.1", int(port))) as server:
+            server.sendall(b"DBSIZE\\r\\nSET %d-%d x\\r\\n" % (asked["seed"], asked["tokens"]))
+            answer = server.makefile("rb")
+            size = answer.readline()
+            assert (size, answer.readline()) == (b":0\\r\\n", b"+OK\\r\\n"), size
+    if do == "forget":
+        with open({told!r}, "a") as told:
+            print(json.dumps([arm, "forgets", ""]), file=told)
+        print("{{}}", flush=True)
+        continue
+    if do == "counters":
         print(json.dumps({{"loads": 3.0}} if arm.startswith("lane") else {{}}), flush=True)
         continue
     if arm == "memory" and asked["seed"] >= 200:
@@ -66,17 +92,19 @@ for line in sys.stdin:
     answers = [first, first] + ([first] if opening["connector"] else [])
     if asked["answer"]:
         answers.append([1] * asked["answer"] if arm != "offloading" else [2] * asked["answer"])
-    warm = {{"none": None, "offloading": 20.0}}.get(arm, 25.0)
+    warm = {{"none": None, "offloading": 20.0, "lmcache": 40.0}}.get(arm, 25.0)
     hit = asked["tokens"] // 64 * 64 - (64 if "layers" in arm else 0)
+    if arm.startswith("lmcache"):
+        hit = min(hit, asked["tokens"] - 1)
     print(json.dumps(dict(cold_ms=100.0, own_ms=10.0, warm_ms=warm, own_tokens=9, warm_tokens=hit if warm else 0,
                           own_bytes=0, warm_bytes=5, stored_bytes=5, answers=answers)), flush=True)
 """
 
 
-def fake(folder: Path, facts: dict[str, Any]) -> tuple[Where, Path]:
-    """An interpreter that stands for one with vLLM, and the file that says what it was told."""
+def fake(folder: Path, facts: dict[str, Any], lmcache: dict[str, Any] = LMCACHE_THERE) -> tuple[Where, Path]:
+    """An interpreter that stands for one with vLLM and LMCache, and the file that says what it was told."""
     python, told = folder / "python", folder / "told"
-    python.write_text(FAKE.format(python=sys.executable, facts=repr(facts), told=str(told)))
+    python.write_text(FAKE.format(python=sys.executable, facts=repr(facts), told=str(told), lmcache=repr(lmcache)))
     python.chmod(0o755)
     return Where(str(python), site=str(folder), logs=folder / "logs"), told
 
@@ -97,6 +125,10 @@ def test_as_many_engines_are_open_as_fit_and_what_others_are_compared_with_besid
     ]
     assert rounds(("none", "offloading", "lane"), 2) == [["none", "offloading"], ["lane"]]
     assert rounds(("none",), 1) == [["none"]]
+    assert rounds(("none", "lane", "tcp", *LMCACHE_ARMS), 4) == [
+        ["lane", "tcp", "none", "lmcache"],
+        ["lane", "tcp", "lmcache+redis", "lmcache+kvredis"],
+    ]
     with pytest.raises(BenchError, match="takes 31 GB"):
         setting_of(VLLMPlan(), H200 | {"memory_bytes": 20_000_000_000})
 
@@ -131,6 +163,12 @@ def test_every_arm_s_settings_are_understood(arm: str, caplog: pytest.LogCapture
         return
     assert connector is not None
     extra = connector["kv_connector_extra_config"]
+    if arm in LMCACHE_ARMS:
+        assert connector["kv_connector"] == "LMCacheConnectorV1"
+        assert (extra["lmcache.chunk_size"], extra["lmcache.max_local_cpu_size"]) == (256, room / 2**30)
+        url = None if arm == "lmcache" else "resp://127.0.0.1:1234"
+        assert (extra["lmcache.local_cpu"], extra.get("lmcache.remote_url")) == (url is None, url)
+        return
     if arm == "offloading":
         assert extra["cpu_bytes_to_use"] == room == 4 * 2**30
         return
@@ -194,6 +232,54 @@ def test_short_passes_are_graphs_on_a_gpu_which_break_off_where_layers_move(
         mode = options["compilation_config"]["cudagraph_mode"]
         assert "enforce_eager" not in options
         assert (mode, opening["breaks"]) == (("PIECEWISE", "1") if arm == "lane+layers" else ("FULL", None))
+
+
+def test_lmcache_s_arms_have_their_servers_which_are_empty_before_each_prompt_and_ours_beside_each(
+    tmp_path: Path,
+) -> None:
+    where, told = fake(tmp_path, H200)
+    redis = ["lmcache+redis"] if shutil.which("redis-server") else []
+    arms = ("lane", "lmcache", "lmcache+kvredis", *redis)
+    result = run(small(*arms, prompt_tokens=(128, 200), together=2), where, lambda _: None)
+    rows = {(row["arm"], row["tokens"]): row for row in result["rows"]}
+    assert result["notes"][1:] == [], "each found its server, and found it empty"
+    assert set(rows) == {(arm, tokens) for arm in arms for tokens in (128, 200)}
+    assert rows["lmcache", 128]["can_hit"] == 127, "LMCache has the last token of a prompt computed"
+    assert rows["lane", 128]["to_lmcache"] == {"lmcache": 25 / 40} | dict.fromkeys(sorted(arms[2:]), 1.0)
+    judged = {line["name"]: line["passed"] for line in result["gate"]}
+    assert judged["/ lmcache   lane, 128 tokens"] is True
+    assert judged["/ lmcache+kvredis   lane, 200 tokens"] is False, "as fast is not ahead"
+    assert not any("offloading" in name for name in judged), "nothing is compared with an arm that was not asked for"
+    assert all(judged[f"hits           {arm}, 128 tokens"] for arm in arms)
+    openings = [json.loads(line) for line in told.read_text().splitlines()]
+    forgets = [arm for arm, opening, _ in openings if opening == "forgets"]
+    assert forgets == ["lmcache"] * 6, "its own memory is emptied behind each prompt"
+    environment = {arm: opening["environment"] for arm, opening, _ in openings if opening != "forgets"}
+    assert environment["lane"] == {}
+    assert environment["lmcache"]["LMCACHE_TRACK_USAGE"] == "false"
+    assert result["options"]["lmcache"] == "0.5.3"
+    assert any("LMCache 0.5.3" in line for line in table_lines(result))
+    assert any("/ lmcache+kvredis" in line for line in table_lines(result))
+
+
+@pytest.mark.parametrize(
+    ("lmcache", "said"),
+    [
+        ({"lmcache_error": "ModuleNotFoundError: No module named 'lmcache'"}, "LMCache cannot be loaded .*No module"),
+        (
+            LMCACHE_THERE | {"lmcache_compiled": False},
+            "LMCache 0.5.3 cannot load its compiled kernels beside torch 2.11",
+        ),
+    ],
+)
+def test_lmcache_s_arms_are_refused_where_it_cannot_serve_as_it_is_meant_to(
+    tmp_path: Path, lmcache: dict[str, Any], said: str
+) -> None:
+    where, told = fake(tmp_path, H200, lmcache)
+    with pytest.raises(BenchError, match=said):
+        run(small("lane", "lmcache"), where, lambda _: None)
+    assert not told.exists(), "before an engine is begun"
+    run(small("none"), where, lambda _: None)
 
 
 def test_nothing_is_begun_when_time_is_over(tmp_path: Path) -> None:

@@ -44,11 +44,11 @@ def test_a_tiny_run_prints_a_table_and_writes_the_result(tmp_path: Path) -> None
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
     assert [(row["op"], row["pinned"]) for row in result["transfers"]] == [
-        (op, pinned) for pinned in (True, False) for op in ("SET", "GET", "GETP")
+        (op, pinned) for pinned in (True, False) for op in ("SET", "SETP", "GET", "GETP")
     ]
-    assert result["verified"]["bytes"] == 6 * 32 * 1024**2
+    assert result["verified"]["bytes"] == 8 * 32 * 1024**2
     assert result["servers"]["redis"]["facts"]["maxmemory"] == str(1024**3)
-    assert "Verified: 3072 values" in done.output
+    assert "Verified: 4096 values" in done.output
     assert str(path) in done.output
 
 
@@ -150,6 +150,31 @@ def test_the_commit_before_runs_right_after_ours_and_brings_every_part(
     without = planned(monkeypatch, "--arms", "kvredis,redis")
     assert [recipe.name for recipe in without.recipes] == ["kvredis", "redis"]
     assert list(without.parts) == ["transfers", "small", "head-of-line"]
+
+
+@needs_redis
+def test_another_build_of_redis_joins_under_the_name_it_is_given(tmp_path: Path) -> None:
+    path, program = tmp_path / "result.json", shutil.which("redis-server")
+    arguments = ("--arms", "kvredis", "--parts", "transfers", "--transport", "tcp", "--no-pin", "--json", str(path))
+    done = call(*TINY, *arguments, "--peer", f"mine={program}", "--peer-threads", "3")
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert result["servers"]["mine"]["command"][-2:] == ["--io-threads", "3"]
+    assert {row["server"] for row in result["transfers"]} == {"kvredis", "mine"}
+    assert {line["name"].rpartition(", ")[2] for line in result["gate"]} == {"mine"}
+
+
+def test_a_peer_needs_a_program_and_a_name_of_its_own() -> None:
+    for peers, complaint in (
+        (["redis8"], "NAME=PROGRAM"),
+        (["=x"], "NAME=PROGRAM"),
+        (["redis=x"], "a name of its own"),
+        (["a=x", "a=y"], "a name of its own"),
+        (["a=/no/such/program"], "/no/such/program is no program"),
+    ):
+        done = call("server", "--arms", "kvredis", *(word for peer in peers for word in ("--peer", peer)))
+        assert done.exit_code == 2
+        assert complaint in " ".join(done.output.split())
 
 
 def test_the_commit_before_needs_ours_and_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

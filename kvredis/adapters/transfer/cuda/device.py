@@ -40,8 +40,9 @@ _NOTHING = nullcontext()
 
 
 class Device(Protocol):
-    """What the ring needs of a GPU. Everything but `page_locked` and `synchronize` only enqueues on `stream`, one that
-    `stream()` has made. A thread takes buffers within `on`, and uploads, gathers, scatters and copies within `here`."""
+    """What the ring needs of a GPU. Everything but `page_locked`, `on_gpu` and `synchronize` only enqueues on `stream`,
+    one that `stream()` has made. A thread takes buffers within `on`, and uploads, gathers, scatters and copies within
+    `here`."""
 
     def stream(self, *, uploads: bool = False) -> Any:
         """Make one of our own. `upload` is for those that were made for it, while the engine computes nothing."""
@@ -98,6 +99,10 @@ class Device(Protocol):
 
     def page_locked(self, address: int) -> bool:
         """Whether copies from and to host memory there run by themselves."""
+        ...
+
+    def on_gpu(self, address: int) -> bool:
+        """Whether the memory there is a GPU's, this one's or another's."""
         ...
 
     def synchronize(self, stream: Any) -> None:
@@ -369,6 +374,12 @@ class CudaDevice:
             with torch.cuda.device(self._device):
                 return self._runtime.page_locked(address)
         return bool(_host(address, 1).is_pinned())
+
+    def on_gpu(self, address: int) -> bool:
+        if self._runtime is None:
+            return False
+        with torch.cuda.device(self._device):
+            return self._runtime.on_gpu(address)
 
     def synchronize(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.device(self._device):

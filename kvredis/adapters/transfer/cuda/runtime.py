@@ -27,6 +27,7 @@ _BATCH_WITHOUT_FAIL_INDEX_SINCE: Final = 13000
 _KIND_BY_ADDRESS: Final = 4  # cudaMemcpyDefault
 _STREAM_ORDER: Final = 1  # cudaMemcpySrcAccessOrderStream
 _UNREGISTERED: Final = 0  # cudaMemoryTypeUnregistered
+_DEVICE: Final = 2  # cudaMemoryTypeDevice
 _NOT_READY: Final = 600  # cudaErrorNotReady
 _NO_TIMING: Final = 2  # cudaEventDisableTiming
 _HELD_COPIES_MAX: Final = 256
@@ -147,12 +148,19 @@ class CudaRuntime:
 
     def page_locked(self, address: int) -> bool:
         """Whether the driver knows the host memory there, so that copies run by themselves and at full speed."""
+        return self._memory_type(address) != _UNREGISTERED
+
+    def on_gpu(self, address: int) -> bool:
+        """Whether the memory there is a GPU's."""
+        return self._memory_type(address) == _DEVICE
+
+    def _memory_type(self, address: int) -> int:
         found = _PointerAttributes()
         code = self._held.cudaPointerGetAttributes(ctypes.byref(found), ctypes.c_void_p(address))
         if code != _SUCCESS:
             self._library.cudaGetLastError()
-            return False
-        return bool(found.type != _UNREGISTERED)
+            return _UNREGISTERED
+        return int(found.type)
 
     def _check(self, code: int, call: str) -> None:
         if code != _SUCCESS:

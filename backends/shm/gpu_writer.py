@@ -1,0 +1,173 @@
+"""Room in a server's GPU memory for blocks that an engine's GPU writes there itself (gpu_memory.py)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final, Self
+
+from kvredis.backends.resp.connection import Connection
+from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.copy import View
+
+from .connection import AttachedConnection
+from .gpu_memory import GpuMemory
+
+logger = logging.getLogger(__name__)
+
+REST_S: Final = 1.0
+"""How long nothing is asked of a server that has had no room on its GPU: it waits for some before it says so."""
+REFUSED_S: Final = 60.0
+"""The same where it has refused for another reason."""
+
+
+class GpuReservation:
+    """Room for a block in the server's GPU memory: a base.Reservation whose `view` is a place for a GPU's copies. It is
+    committed, or aborted, when they have ended."""
+
+    def __init__(self, writer: GpuWriter, memory: GpuMemory, offset: int, number: int, length: int) -> None:
+        self.view = memory.part(offset, length)
+        self._writer = writer
+        self._memory = memory
+        self._offset = offset
+        self._number: int | None = number
+
+    def write(self, data: View) -> None:
+        """Lay bytes of host memory down at the beginning. Raises DeviceError when the GPU does not take them."""
+        if self._number is not None:
+            self._memory.arena.write(self._offset, data)
+
+    def filled(self, start: int, stop: int) -> None:
+        """Do nothing: the bytes are where they stay."""
+
+    def commit(self) -> None:
+        """Store the block; waits for the answer."""
+        self._end(b"KV.COMMIT")
+
+    def abort(self) -> None:
+        """Give the room back; after a commit it does nothing."""
+        self._end(b"KV.ABORT")
+
+    def _end(self, command: bytes) -> None:
+        number, self._number = self._number, None
+        if number is not None:
+            self._writer.end(command, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+class GpuWriter:
+    """Takes room in a server's GPU memory, over a connection that it keeps: with it all room that is not committed
+    would go. Any thread; they take turns."""
+
+    def __init__(
+        self,
+        open_connection: Callable[[], Connection | None],
+        retire: Callable[[Connection], None],
+        lose: Callable[[Connection, BackendError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`retire` is given each connection back, `lose` is told first of one that has failed."""
+        self.stored = 0
+        """Blocks."""
+        self._refused = 0
+        self._open, self._retire, self._lose = open_connection, retire, lose
+        self._clock = clock
+        self._connection: AttachedConnection | None = None
+        self._turn = threading.Lock()
+        self._rests_until_s = -float("inf")
+        self._is_closed = False
+
+    def reserve(self, key: bytes, length: int) -> GpuReservation | None:
+        """Take room for a block of `length` bytes; None: there is none, or no GPU memory."""
+        if self._clock() < self._rests_until_s:
+            return None
+        with self._turn:
+            connection = self._connected()
+            memory = None if connection is None else connection.gpu
+            if connection is None or memory is None:
+                self._rest(REST_S)
+                return None
+            reply = self._call(connection, b"KV.RESERVE", key, b"%d" % length, b"GPU")
+            match reply:
+                case [int() as number, int() as address]:
+                    try:
+                        return GpuReservation(self, memory, address - connection.gpu_base, number, length)
+                    except BackendError as error:
+                        self._drop(connection, connection.broken(str(error)))
+                case BackendError() as error if str(error).startswith("OOM"):
+                    self._rest(REST_S)
+                case BackendError() as error:
+                    logger.warning("the server's GPU memory is not written to for a while: %s", error)
+                    self._rest(REFUSED_S)
+        return None
+
+    def end(self, command: bytes, number: int) -> None:
+        """For a reservation: commit it, or give it back. With the connection it has gone already."""
+        with self._turn:
+            connection = self._connection
+            if connection is None or not connection.usable:
+                self._refused += command == b"KV.COMMIT"
+                return
+            reply = self._call(connection, command, b"%d" % number)
+            if command != b"KV.COMMIT":
+                return
+            self.stored += reply == "OK"
+            self._refused += reply != "OK"
+            if isinstance(reply, BackendError) and connection.usable:  # else its room would stay taken
+                logger.warning("a block was not stored in the server's GPU memory: %s", reply)
+                self._call(connection, b"KV.ABORT", b"%d" % number)
+
+    def take_refused(self) -> int:
+        """Count the blocks that the server refused since the last call."""
+        with self._turn:
+            refused, self._refused = self._refused, 0
+        return refused
+
+    def close(self) -> None:
+        """Reserve nothing more."""
+        with self._turn:
+            self._is_closed = True
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                self._retire(connection)
+
+    def _connected(self) -> AttachedConnection | None:
+        connection = self._connection
+        if connection is not None and connection.stale():
+            self._retire(connection)
+            connection = self._connection = None
+        if connection is None and not self._is_closed:
+            opened = self._open()
+            if isinstance(opened, AttachedConnection):
+                connection = self._connection = opened
+            elif opened is not None:
+                self._retire(opened)
+        return connection
+
+    def _call(self, connection: AttachedConnection, *words: bytes) -> Any:
+        try:
+            return connection.call(*words)
+        except BackendError as error:
+            self._drop(connection, error)
+            return None
+        except BaseException:  # an answer may be out
+            connection.close()
+            raise
+
+    def _drop(self, connection: AttachedConnection, error: BackendError) -> None:
+        self._lose(connection, error)
+        self._connection = None
+        self._retire(connection)
+
+    def _rest(self, seconds: float) -> None:
+        self._rests_until_s = self._clock() + seconds
