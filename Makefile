@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
     $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
-EXTENSIONS := storage/memory/_native.c storage/_core.pxd storage/_core.pyx backends/resp/_recvmsg.c kvredis/server/protocol/_hot.pyx kvredis/server/shm/_places.pyx
+EXTENSIONS := storage/memory/_native.c storage/disk/_checksum.c storage/_core.pxd storage/_core.pyx backends/resp/_recvmsg.c kvredis/server/protocol/_hot.pyx kvredis/server/shm/_places.pyx
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test check nightly coverage bench gpu-check gpu-check-sglang docs docs-serve fuzz crash clean

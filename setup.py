@@ -35,6 +35,7 @@ setup(
     cmdclass={"build_ext": Build},
     ext_modules=[
         Extension("kvredis.storage.memory._native", ["storage/memory/_native.c"], optional=True),
+        Extension("kvredis.storage.disk._checksum", ["storage/disk/_checksum.c"], optional=True),
         Extension("kvredis.backends.resp._recvmsg", ["backends/resp/_recvmsg.c"], optional=True),
         *cythonize(COMPILED, build_dir="build/cython"),
     ],

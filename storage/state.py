@@ -460,7 +460,7 @@ class StoreState(StoreCore):
 
     def may_leave(self, entry: Entry) -> bool:
         """Whether an entry can go without being written: the disk has it, or never shall."""
-        return self.may_drop(entry) and not self.is_due(entry)
+        return entry.record is not None or (self.may_drop(entry) and not self.is_due(entry))
 
     def may_drop(self, entry: Entry) -> bool:
         """Whether an entry can go, written or not, by the policy in force."""

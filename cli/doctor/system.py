@@ -34,6 +34,7 @@ ASK_S = 2.0
 
 EXTENSIONS = (
     "kvredis.storage.memory._native",
+    "kvredis.storage.disk._checksum",
     "kvredis.storage._core",
     "kvredis.backends.resp._recvmsg",
     "kvredis.server.protocol._hot",

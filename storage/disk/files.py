@@ -13,11 +13,15 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
 PROBE_BYTES = mmap.PAGESIZE
+
+IOV_MAX = 1024
+"""How many pieces Linux writes in one call."""
 
 
 class File(Protocol):
@@ -29,6 +33,10 @@ class File(Protocol):
 
     def pwrite(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at `offset`: one system call, unless the kernel takes it in parts."""
+        ...
+
+    def pwritev(self, pieces: Sequence[memoryview], offset: int) -> None:
+        """Write pieces of memory, at most IOV_MAX, one behind the other from `offset` on, as `pwrite` does."""
         ...
 
     def sync(self) -> None:
@@ -107,12 +115,19 @@ class RealFile:
         return done
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(data):
-            count = os.pwrite(self._fd, data[done:], offset + done)
+        self.pwritev([data], offset)
+
+    def pwritev(self, pieces: Sequence[memoryview], offset: int) -> None:
+        left = list(pieces)
+        while left:
+            count = os.pwritev(self._fd, left, offset)
             if count == 0:
                 raise OSError(errno.EIO, "the kernel wrote nothing", str(self.path))
-            done += count
+            offset += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
     def sync(self) -> None:
         os.fdatasync(self._fd)

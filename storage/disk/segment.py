@@ -20,13 +20,14 @@ or an extent that crosses from one file into the next.
 import mmap
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from xxhash import xxh3_128_digest
-
 from kvredis.storage.database import Database, unplaced
 from kvredis.storage.memory.allocator import GRAIN_BYTES, Extent
+
+from .checksum import digest, digests
 
 FORMAT_VERSION: Final = 1
 """Of records and index together; another one is another directory's."""
@@ -178,19 +179,24 @@ def record_bytes(length: int) -> int:
     return -(-(HEADER_BYTES + length) // GRAIN_BYTES) * GRAIN_BYTES
 
 
-def seal(image: memoryview, facts: Facts, seq: int) -> bytes:
-    """Write the header in front of the payload that lies in `image`; gives the payload's checksum.
+def seal(images: Sequence[tuple[Facts, memoryview]], seqs: Sequence[int]) -> list[bytes]:
+    """Write the headers in front of the payloads that lie in images; gives the payloads' checksums.
 
-    Reads the whole payload, with the GIL free. The key must be no longer than KEY_BYTES_MAX.
+    Reads the whole payloads, with the GIL free. No key may be longer than KEY_BYTES_MAX.
     """
+    checksums = digests([image[HEADER_BYTES : HEADER_BYTES + facts.length] for facts, image in images])
+    for (facts, image), seq, checksum in zip(images, seqs, checksums, strict=True):
+        _write_header(image, facts, seq, checksum)
+    return checksums
+
+
+def _write_header(image: memoryview, facts: Facts, seq: int, checksum: bytes) -> None:
     key, space, length, expire_at_ms = facts
-    checksum: bytes = xxh3_128_digest(image[HEADER_BYTES : HEADER_BYTES + length])
     header = bytearray(HEADER_BYTES)
     _HEADER.pack_into(header, 0, MAGIC, FORMAT_VERSION, len(key), space, 0, length, expire_at_ms, seq, checksum)
     header[_HEADER.size : _HEADER.size + len(key)] = key
     _CRC.pack_into(header, _CRC_AT, zlib.crc32(memoryview(header)[:_CRC_AT]))
     image[:HEADER_BYTES] = header
-    return checksum
 
 
 def fault(image: memoryview, record: Record, name: Name | None = None) -> str | None:
@@ -208,7 +214,7 @@ def fault(image: memoryview, record: Record, name: Name | None = None) -> str | 
     key = bytes(image[_HEADER.size : _HEADER.size + key_length])
     if ((key, space), length, seq, checksum) != (name or record.written_as, record.length, record.seq, record.checksum):
         return "another record"
-    if xxh3_128_digest(image[HEADER_BYTES : HEADER_BYTES + length]) != record.checksum:
+    if digest(image[HEADER_BYTES : HEADER_BYTES + length]) != record.checksum:
         return "payload checksum"
     return None
 

@@ -8,7 +8,7 @@ written a block is held like a reader's, so its bytes stay; while it is read its
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Final, NamedTuple
 
 from kvredis.storage.database import unplaced
@@ -47,6 +47,10 @@ class _Block(NamedTuple):
     on_gpu: DeviceBlock | None
 
 
+def _is_in_arena(block: _Block) -> bool:
+    return block.value is None and block.on_gpu is None
+
+
 class BlockLost(KVRedisError):
     """What the transfer of a block ends with that the disk no longer has, or not as it was."""
 
@@ -77,21 +81,20 @@ class DiskIo:
         self._writing: set[Entry] = set()
 
     def parcels(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-        """Unsaved entries as `write_out` takes them: small ones many together, others one by one; in their order."""
-        bytes_max = min(TOGETHER_BYTES_MAX, self._disk.geometry.segment_bytes)
-        parcel: list[Entry] = []
-        parcel_bytes = 0
-        for entry in entries:
-            nbytes = record_bytes(entry.length)
-            if parcel and (entry.length >= INLINE_BYTES_MAX or parcel_bytes + nbytes > bytes_max):
-                yield parcel
-                parcel, parcel_bytes = [], 0
-            if entry.length >= INLINE_BYTES_MAX:
-                yield [entry]
-            else:
+        """Unsaved entries as `write_out` takes them: as many small ones, or others, as are written together; in their
+        order."""
+        small_bytes_max = min(TOGETHER_BYTES_MAX, self._disk.geometry.segment_bytes)
+        for is_small, alike in groupby(entries, lambda entry: entry.length < INLINE_BYTES_MAX):
+            bytes_max = small_bytes_max if is_small else self._disk.run_bytes
+            parcel: list[Entry] = []
+            parcel_bytes = 0
+            for entry in alike:
+                nbytes = record_bytes(entry.length)
+                if parcel and parcel_bytes + nbytes > bytes_max:
+                    yield parcel
+                    parcel, parcel_bytes = [], 0
                 parcel.append(entry)
                 parcel_bytes += nbytes
-        if parcel:
             yield parcel
 
     def write_out(self, parcel: Sequence[Entry]) -> list[bool]:
@@ -164,13 +167,25 @@ class DiskIo:
                     del left[entry]
 
     def _write_together(self, blocks: list["_Block"]) -> Sequence[Record] | None:
-        small = [(block.facts, block.value) for block in blocks if block.value is not None]
-        if len(small) < max(2, len(blocks)):  # one may have been replaced by a value of the arena
+        """Write blocks side by side; None where they are not all alike, since one of a parcel may have been replaced by
+        another kind meanwhile, or where it came to nothing."""
+        if len(blocks) < 2:
             return None
-        instead = [record for block in blocks for record in block.instead]
-        records, left = self._disk.write_together(small, evict=self._store.disk_evicts, instead=instead)
+        evict = self._store.disk_evicts
+        small = [(block.facts, block.value) for block in blocks if block.value is not None]
+        images = [(block.facts, self._image(block.extent)) for block in blocks if _is_in_arena(block)]
+        records: Sequence[Record] | None = None
+        left: Sequence[Record] = ()
+        if len(small) == len(blocks):
+            instead = [record for block in blocks for record in block.instead]
+            records, left = self._disk.write_together(small, evict=evict, instead=instead)
+        elif len(images) == len(blocks):
+            records, left = self._disk.write_run(images, evict=evict)
         self._have_left(left)
         return records
+
+    def _image(self, extent: Extent) -> memoryview:
+        return self._store.arena.view[extent.offset : extent.offset + extent.length]
 
     def _write(self, block: "_Block") -> Record | None:
         facts, value, extent, instead, on_gpu = block
@@ -179,7 +194,7 @@ class DiskIo:
             if not on_gpu.read(image[HEADER_BYTES : HEADER_BYTES + facts.length]):
                 return None
         elif value is None:
-            image = self._store.arena.view[extent.offset : extent.offset + extent.length]
+            image = self._image(extent)
         else:
             image = scratch(facts.length)
             image[HEADER_BYTES : HEADER_BYTES + facts.length] = value  # O_DIRECT takes no bytes object
@@ -248,7 +263,7 @@ class DiskIo:
             if room is None:
                 raise NoRoom
             extent = room
-            image = store.arena.view[extent.offset : extent.offset + extent.length]
+            image = self._image(extent)
         intact = None  # an exception tells nothing of the record
         lost = False
         try:

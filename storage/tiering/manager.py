@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from heapq import merge
 from itertools import islice
 from typing import Final, Protocol
@@ -464,9 +464,11 @@ class Tiering:
 
     def spill(self, entries: Iterable[Entry]) -> None:
         """Have blocks written that are not on their way; those that the queue has no room for are met again."""
-        for entry in entries:
-            if self.transfers.find(entry.key, entry.space) is None:
-                start = partial(self.io.submit, Priority.SPILL, entry.length, partial(self._write_all, [entry]))
+        due = [entry for entry in dict.fromkeys(entries) if self.transfers.find(entry.key, entry.space) is None]
+        for parcel in self.disk_io.parcels(due):
+            job = partial(self._write_all, parcel)
+            start = cache(partial(self.io.submit, Priority.SPILL, sum(entry.length for entry in parcel), job))
+            for entry in parcel:  # all have the one job
                 self.transfers.join_or_start(Kind.SPILL, entry.key, entry.space, start)
 
     def _plan(self, wanted_bytes: int) -> list[Entry]:

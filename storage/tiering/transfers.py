@@ -38,6 +38,8 @@ class Kind(Enum):
     SPILL = "spill"
     """From memory to disk."""
 
+    __hash__ = object.__hash__  # Enum's own is Python, and each transfer asks for some
+
     @property
     def priority(self) -> Priority:
         """How urgent the jobs of this kind are."""

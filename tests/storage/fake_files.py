@@ -8,7 +8,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -150,6 +150,10 @@ class FakeFile:
         if fault is Fault.TEAR:
             self._files.dead = True
             raise Killed(self._name)
+
+    def pwritev(self, pieces: Sequence[memoryview], offset: int) -> None:
+        """As File: one step of the disk, so what is torn is torn as a whole."""
+        self.pwrite(memoryview(b"".join(pieces)) if len(pieces) > 1 else pieces[0], offset)
 
     def sync(self) -> None:
         self._files.happen(f"sync {self._name}")

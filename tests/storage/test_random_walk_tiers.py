@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_digest
 
+from kvredis.storage.disk import tier
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 from kvredis.storage.tiering.manager import Bringing
 from kvredis.storage.tiering.prefetch import PrefetchJob
@@ -52,6 +53,8 @@ class Terrain:
     evicts: bool = True
     disk_bytes: int = 2 * MIB
     faults: bool = False
+    run_part: int = tier.RUN_PART
+    """Which part of the disk may be written in one call; of a small one the usual part is less than a block."""
 
 
 class Walk:
@@ -386,11 +389,16 @@ TERRAINS = [
     Terrain(6, "LFU", keep=False),
     Terrain(7, "FIFO", evicts=False, disk_bytes=32 * MIB),
     Terrain(8, keep=False, faults=True),
+    Terrain(9, run_part=4),
+    Terrain(10, faults=True, run_part=4),
 ]
 
 
 @pytest.mark.parametrize("terrain", TERRAINS, ids=str)
-def test_a_store_with_a_disk_agrees_with_a_dict_after_every_step(tmp_path: Path, terrain: Terrain) -> None:
+def test_a_store_with_a_disk_agrees_with_a_dict_after_every_step(
+    tmp_path: Path, terrain: Terrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "RUN_PART", terrain.run_part)
     walk = Walk(terrain, tmp_path)
     try:
         for step in range(STEPS):

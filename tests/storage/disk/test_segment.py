@@ -34,7 +34,7 @@ def sealed(facts: Facts, payload: bytes, seq: int = 7) -> tuple[memoryview, Reco
     """A record's image and what the index would say of it."""
     image = scratch(len(payload))
     image[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-    checksum = seal(image, facts, seq)
+    (checksum,) = seal([(facts, image)], [seq])
     extent = Extent(0, record_bytes(len(payload)))
     return image, Record.of(facts, extent, seq, checksum)
 
@@ -144,15 +144,15 @@ def test_only_the_names_we_give_are_taken_for_segments() -> None:
 def test_a_disk_that_is_full_is_not_one_without_o_direct(
     number: int, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
-        del data  # the error's traceback would keep it from being unmapped, which the kernel does not
+    def pwritev(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        pieces.clear()  # the error's traceback would keep it from being unmapped, which the kernel does not
         raise OSError(number, os.strerror(number))
 
     def opened(self: RealFiles, path: Path, *, direct: bool) -> RealFile:
         return RealFile(os.open(path, os.O_RDWR | os.O_CREAT), path)  # whatever file system the tests have
 
     monkeypatch.setattr(RealFiles, "open", opened)
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwritev", pwritev)
     obstacle = RealFiles().direct_obstacle(tmp_path)
     assert obstacle is None if told is None else told in str(obstacle)
     assert not list(tmp_path.iterdir())

@@ -22,6 +22,7 @@ from .small_disk import (
     SEGMENTS,
     content,
     got,
+    image_of,
     index_agrees,
     keys,
     options,
@@ -479,6 +480,94 @@ def test_what_was_written_together_is_there_after_a_restart(tmp_path: Path) -> N
     disk.close()
     with closing(small_disk(tmp_path)) as again:
         assert [got(again, facts.key) for facts, _ in BLOCKS] == [value for _, value in BLOCKS]
+
+
+# Long blocks are written side by side too, out of the memory where they lie.
+
+RUN = [(Facts(b"long:%d" % n, 0, 9000 + n, 0), content(n, 9000 + n)) for n in range(4)]
+RUN_RECORD_BYTES = record_bytes(9000)
+
+
+def run_images() -> list[tuple[Facts, memoryview]]:
+    return [(facts, image_of(value)) for facts, value in RUN]
+
+
+def test_a_run_of_blocks_costs_one_write_and_is_read_block_by_block(tmp_path: Path) -> None:
+    files = FakeFiles()
+    with closing(small_disk(tmp_path, files)) as disk:
+        put(disk, b"first", b"so that there is a segment")
+        before = sum(word.startswith("pwrite segment") for word in files.words)
+        records, left = disk.write_run(run_images())
+        assert sum(word.startswith("pwrite segment") for word in files.words) == before + 1
+        assert records is not None
+        assert not left
+        disk.abandon(records[2].extent)
+        assert all(disk.publish(record) for record in records if record is not records[2])
+        disk.check_integrity()
+        assert [got(disk, facts.key) for facts, _ in RUN] == [RUN[0][1], RUN[1][1], None, RUN[3][1]]
+    with closing(small_disk(tmp_path)) as again:
+        assert [got(again, facts.key) for facts, _ in RUN] == [RUN[0][1], RUN[1][1], None, RUN[3][1]]
+
+
+def test_a_run_that_the_device_refuses_leaves_nothing_taken(tmp_path: Path) -> None:
+    files = FakeFiles()
+    with closing(small_disk(tmp_path, files)) as disk:
+        put(disk, b"first", b"so that there is a segment")
+        files.plan = on("pwrite", Fault.EIO)
+        assert disk.write_run(run_images()) == (None, [])
+        files.plan = None
+        disk.check_integrity()
+        assert disk.stats.write_errors == 1
+        assert all(put(disk, facts.key, value) for facts, value in RUN), "one by one they find room"
+
+
+def test_a_run_that_is_torn_brings_back_only_what_is_whole(tmp_path: Path) -> None:
+    files = FakeFiles()
+    with closing(small_disk(tmp_path, files)) as disk:
+        put(disk, b"first", b"so that there is a segment")
+        files.plan = on("pwrite", Fault.HALF)
+        records, _ = disk.write_run(run_images())
+        files.plan = None
+        assert records is not None
+        assert all(disk.publish(record) for record in records)
+        assert [got(disk, facts.key) for facts, _ in RUN] == [RUN[0][1], RUN[1][1], None, None]
+
+
+def test_of_the_coldest_only_those_that_lie_side_by_side_leave_for_a_run(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path, segments=1)) as disk:
+        held = SEGMENT_BYTES // RUN_RECORD_BYTES
+        for number in range(held):
+            assert put(disk, b"old:%d" % number, content(number, 9000))
+        records, left = disk.write_run(run_images())
+        assert records is not None
+        assert [record.key for record in left] == [b"old:%d" % number for number in range(len(RUN))]
+        disk.check_integrity()
+
+
+def test_no_block_leaves_for_a_run_where_none_may_or_where_the_coldest_lie_apart(tmp_path: Path) -> None:
+    segments = 8
+    with closing(small_disk(tmp_path, segments=segments)) as disk:
+        keys = [b"old:%d" % number for number in range(segments * (SEGMENT_BYTES // RUN_RECORD_BYTES))]
+        for number, key in enumerate(keys):
+            assert put(disk, key, content(number, 9000))
+        assert disk.write_run(run_images(), evict=False) == (None, [])
+        for key in keys[1::2]:  # from now on each second one is among the hottest
+            record = disk.get(key, 0)
+            assert record is not None
+            disk.touch(record)
+        hottest = keys[1::2]
+        records, left = disk.write_run(run_images()[:2])
+        assert records is None
+        assert not left
+        assert all(got(disk, key) is not None for key in hottest)
+        disk.check_integrity()
+
+
+def test_a_run_longer_than_a_segment_is_none(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        blocks = [(Facts(b"long:%d" % n, 0, 30_000, 0), image_of(content(n, 30_000))) for n in range(3)]
+        assert disk.write_run(blocks) == (None, [])
+        disk.check_integrity()
 
 
 # A process with a disk tier that forks another: what it writes afterwards is as safe as if it had not.

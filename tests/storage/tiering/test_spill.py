@@ -26,6 +26,46 @@ def test_a_block_that_leaves_an_idle_disk_behind_comes_back_bit_for_bit(tiers: T
     assert all(tiers.get(key) == tiers.content(key) for key in KEYS)
 
 
+RUNS_DISK_BYTES = 16 * MIB
+"""Of so large a disk a run may be four blocks."""
+
+
+def test_the_coldest_are_written_some_in_a_call_and_come_back_bit_for_bit(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=RUNS_DISK_BYTES) as tiers:
+        for key in KEYS[:-4]:
+            tiers.put(key)
+        assert tiers.io.run() < len(KEYS) // 2
+        written = tiers.on_disk()
+        assert written == KEYS[: len(written)]
+        assert 1 <= tiers.steps("pwrite") <= -(-len(written) // 4) + 1 < len(written)
+        tiers.push_out()
+        assert all(tiers.get(key) == tiers.content(key) for key in written)
+
+
+def test_a_block_that_is_written_over_while_its_run_is_written_is_not_the_old_one(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=RUNS_DISK_BYTES) as tiers:
+        tiers.put(*KEYS[:4])
+        tiers.during("pwrite", lambda: (tiers.store.put(KEYS[1], b"new" * 10_000), tiers.store.delete([KEYS[2]])))
+        assert tiers.save(), "of what there was when it began"
+        assert read(tiers.store, KEYS[1]) == b"new" * 10_000
+        assert tiers.save()
+        tiers.push_out()
+        expected = {KEYS[0]: tiers.content(KEYS[0]), KEYS[1]: b"new" * 10_000, KEYS[3]: tiers.content(KEYS[3])}
+        assert {key: tiers.get(key) for key in KEYS[:4]} == {**expected, KEYS[2]: None}
+
+
+def test_a_run_that_the_device_refuses_is_written_block_by_block(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=RUNS_DISK_BYTES) as tiers:
+        tiers.put(b"first")
+        assert tiers.save()
+        tiers.put(*KEYS[:4])
+        refused = iter([Fault.EIO])
+        tiers.files.plan = lambda _, what: next(refused, None) if what.startswith("pwrite segment") else None
+        assert tiers.save()
+        assert tiers.tiering.stats.spill_failed == 0
+        assert {*tiers.on_disk()} == {b"first", *KEYS[:4]}
+
+
 def test_a_block_that_the_disk_has_leaves_without_a_write(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     assert tiers.get(b"a") == tiers.content(b"a")
