@@ -422,7 +422,7 @@ class RemoteBackend(RemoteBlocks):
         return super().flush() + (0 if self._gpu is None else self._gpu.take_refused())
 
     def stats(self) -> dict[str, int | float | str]:
-        """As RemoteBlocks.stats, with the blocks that were `gpu_stored` on the server's GPU."""
+        """As RemoteBlocks.stats, with the blocks that were `gpu_stored` on the server's GPU by its answers so far."""
         return {"kind": "remote", **super().stats(), "gpu_stored": 0 if self._gpu is None else self._gpu.stored}
 
     def close(self) -> None:

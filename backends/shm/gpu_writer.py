@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
@@ -22,6 +23,11 @@ REST_S: Final = 1.0
 """How long nothing is asked of a server that has had no room on its GPU: it waits for some before it says so."""
 REFUSED_S: Final = 60.0
 """The same where it has refused for another reason."""
+COMMIT: Final = b"KV.COMMIT"
+ABORT: Final = b"KV.ABORT"
+UNREAD_MAX: Final = 64
+"""Answers that are waited for only when there are so many, or something else is asked: each takes a round trip, and a
+prompt of 60 blocks is stored at the end of a pass that another engine waits for."""
 
 
 class GpuReservation:
@@ -44,12 +50,12 @@ class GpuReservation:
         """Do nothing: the bytes are where they stay."""
 
     def commit(self) -> None:
-        """Store the block; waits for the answer."""
-        self._end(b"KV.COMMIT")
+        """Store the block: the server has been told when this returns, and its answer is read later."""
+        self._end(COMMIT)
 
     def abort(self) -> None:
         """Give the room back; after a commit it does nothing."""
-        self._end(b"KV.ABORT")
+        self._end(ABORT)
 
     def _end(self, command: bytes) -> None:
         number, self._number = self._number, None
@@ -83,6 +89,7 @@ class GpuWriter:
         self._open, self._retire, self._lose = open_connection, retire, lose
         self._clock = clock
         self._connection: AttachedConnection | None = None
+        self._unread: deque[tuple[bytes, int]] = deque()  # what was sent, and its answer not read
         self._turn = threading.Lock()
         self._rests_until_s = -float("inf")
         self._is_closed = False
@@ -116,43 +123,73 @@ class GpuWriter:
         with self._turn:
             connection = self._connection
             if connection is None or not connection.usable:
-                self._refused += command == b"KV.COMMIT"
+                self._refused += command == COMMIT
                 return
-            reply = self._call(connection, command, b"%d" % number)
-            if command != b"KV.COMMIT":
-                return
-            self.stored += reply == "OK"
-            self._refused += reply != "OK"
-            if isinstance(reply, BackendError) and connection.usable:  # else its room would stay taken
-                logger.warning("a block was not stored in the server's GPU memory: %s", reply)
-                self._call(connection, b"KV.ABORT", b"%d" % number)
+            self._unread.append((command, number))
+            try:
+                connection.send((command, b"%d" % number))
+                if len(self._unread) >= UNREAD_MAX:
+                    self._read_answers(connection)
+            except BackendError as error:
+                self._drop(connection, error)
+            except BaseException:  # half a command may be out
+                connection.close()
+                raise
 
     def take_refused(self) -> int:
-        """Count the blocks that the server refused since the last call."""
+        """Count the blocks that the server refused since the last call; waits for its answers."""
         with self._turn:
+            self._connected(opens=False)
             refused, self._refused = self._refused, 0
         return refused
 
     def close(self) -> None:
-        """Reserve nothing more."""
+        """Reserve nothing more; waits until the server has answered."""
         with self._turn:
             self._is_closed = True
-            connection, self._connection = self._connection, None
+            connection = self._connected(opens=False)
+            self._connection = None
             if connection is not None:
                 self._retire(connection)
 
-    def _connected(self) -> AttachedConnection | None:
+    def _connected(self, *, opens: bool = True) -> AttachedConnection | None:
+        """The connection, on which nothing is unread; None where there is none."""
         connection = self._connection
+        if connection is not None and self._unread:
+            try:
+                self._read_answers(connection)
+            except BackendError as error:
+                self._drop(connection, error)
+            except BaseException:  # which answers are out is not known
+                connection.close()
+                raise
+            connection = self._connection
         if connection is not None and connection.stale():
             self._retire(connection)
             connection = self._connection = None
-        if connection is None and not self._is_closed:
+        if connection is None and opens and not self._is_closed:
             opened = self._open()
             if isinstance(opened, AttachedConnection):
                 connection = self._connection = opened
             elif opened is not None:
                 self._retire(opened)
         return connection
+
+    def _read_answers(self, connection: AttachedConnection) -> None:
+        """Read what has not been read. A block that was refused is given back: else its room would stay taken."""
+        refused = []
+        while self._unread:
+            command, number = self._unread[0]
+            reply = connection.read()
+            self._unread.popleft()
+            if command == COMMIT and reply == "OK":
+                self.stored += 1
+            elif command == COMMIT:
+                self._refused += 1
+                refused.append(number)
+                logger.warning("a block was not stored in the server's GPU memory: %s", reply)
+        for number in refused:
+            connection.call(ABORT, b"%d" % number)
 
     def _call(self, connection: AttachedConnection, *words: bytes) -> Any:
         try:
@@ -166,6 +203,8 @@ class GpuWriter:
 
     def _drop(self, connection: AttachedConnection, error: BackendError) -> None:
         self._lose(connection, error)
+        self._refused += sum(command == COMMIT for command, _ in self._unread)
+        self._unread.clear()
         self._connection = None
         self._retire(connection)
 

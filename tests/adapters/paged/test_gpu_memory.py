@@ -23,7 +23,8 @@ from kvredis.backends.shm.leases import GpuLease
 from kvredis.storage.memory import cuda
 from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, load_now, mover_on, moves_of, pages_in
 from tests.backends.conftest import ServerProcess, small_store, start_server
-from tests.backends.shm.lane_server import ask, lane_url
+from tests.backends.nodes import wait_until
+from tests.backends.shm.lane_server import ask, attached_ids, lane_url
 from tests.stand_in_cuda import stand_in_cuda
 
 OpenBackend = Callable[[], RemoteBackend]
@@ -218,6 +219,37 @@ def test_a_reservation_that_is_given_up_leaves_no_room_taken(server: ServerProce
         kept.commit()
         assert (figures(server)["reserved"], figures(server)["entries"]) == (0, 1)
     assert ask(server, "STRLEN", "2") == 1 << 20
+
+
+def test_many_blocks_are_committed_before_any_answer_is_read_and_each_is_counted_once(
+    server: ServerProcess, opened: OpenBackend
+) -> None:
+    backend = opened()
+    rooms = [backend.reserve(b"%d" % number, 1 << 15) for number in range(100)]
+    for room in rooms:
+        assert isinstance(room, GpuReservation)
+        room.write(b"x" * (1 << 15))
+        room.commit()
+    assert ask(server, "DBSIZE") == 100, "the server has been told"
+    assert backend.flush() == 0
+    assert backend.stats()["gpu_stored"] == 100
+
+
+def test_blocks_whose_connection_is_ended_are_counted_and_the_next_are_stored_by_another(
+    server: ServerProcess, opened: OpenBackend
+) -> None:
+    backend = opened()
+    kept, lost = (backend.reserve(key, 1 << 15) for key in (b"kept", b"lost"))
+    assert isinstance(kept, GpuReservation)
+    assert isinstance(lost, GpuReservation)
+    kept.commit()
+    assert backend.flush() == 0
+    for number in attached_ids(server):
+        ask(server, "CLIENT", "KILL", "ID", number)
+    lost.commit()
+    assert backend.flush() == 1
+    wait_until(lambda: isinstance(backend.reserve(b"next", 1 << 15), GpuReservation), "another connection")
+    assert ask(server, "EXISTS", "kept", "lost") == 1
 
 
 def test_a_server_that_goes_takes_no_engine_with_it(tmp_path: Path, server: ServerProcess, opened: OpenBackend) -> None:
