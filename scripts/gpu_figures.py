@@ -40,6 +40,7 @@ FIGURES = {
     "long-prefill": Figure(300, "long-prefill --shape 7b --prompts 4 --outputs 2,16 --repeats 2"),
     "vllm": Figure(400, "vllm --arms none,offloading,lane,lane+layers --repeats 9"),
     "vllm-tiers": Figure(300, "vllm --arms none,offloading,memory,tcp --repeats 5"),
+    "pd": Figure(400, "pd"),  # on a host with two GPUs
     "alpha": Figure(120, "alpha"),  # on a host with two GPUs; with one through the host's memory
 }
 GRACE_S = 20

@@ -419,7 +419,9 @@ class RemoteBackend(RemoteBlocks):
         return super().reserve(key, length)
 
     def flush(self) -> int:
-        return super().flush() + (0 if self._gpu is None else self._gpu.take_refused())
+        """As RemoteBlocks.flush; those that the server's GPU did not take count too."""
+        refused = super().flush()
+        return refused + (self._gpu.take_refused() if self._gpu is not None and self._home.is_here() else 0)
 
     def stats(self) -> dict[str, int | float | str]:
         """As RemoteBlocks.stats, with the blocks that were `gpu_stored` on the server's GPU by its answers so far."""

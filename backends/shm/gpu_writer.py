@@ -125,6 +125,8 @@ class GpuWriter:
             if connection is None or not connection.usable:
                 self._refused += command == COMMIT
                 return
+            if not connection.is_ours:  # a fork of the process that reserved it
+                return
             self._unread.append((command, number))
             try:
                 connection.send((command, b"%d" % number))
