@@ -224,7 +224,7 @@ def test_where_storing_is_slower_than_computing_only_the_last_states_are_stored(
 ) -> None:
     block = opened(engine, "qwen3-next", {}, connector=None)["block_tokens"]
     options = {"max_num_batched_tokens": block, "prefix_cache_retention_interval": block}  # hands over each block's
-    opened(engine, "qwen3-next", far(client) | PATIENT, extra={"bandwidth_gb_s": 0.001}, **options)
+    opened(engine, "qwen3-next", far(client) | PATIENT, extra={"bandwidth_gb_s": 0.0002}, **options)
     first, second = ([each + 1 for each in prompt * 2][: 6 * block + 1] for prompt in (FIRST, SECOND))
     engine.generate(first)
     engine.stored()
