@@ -128,6 +128,7 @@ def test_a_server_that_dies_is_a_miss_and_nothing_else(
     kv = kv_of(len(TOKENS))
     engine = open_engine(url)
     engine.store(TOKENS, kv)
+    assert engine.flush() == 0, "what has not left is a hit still"
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert engine.retrieve(TOKENS, torch.zeros_like(kv)) == 0
