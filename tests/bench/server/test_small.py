@@ -16,6 +16,11 @@ def test_rate_and_percentiles_are_read() -> None:
     assert (sample["rps"], sample["p50_ms"], sample["p99_ms"]) == (42555.32, 0.023, 0.047)
 
 
+def test_a_command_may_be_long() -> None:
+    words = " ".join(map(bytes.decode, OPS["MSET 16 KiB"].words))
+    assert parse_csv(PRINTED.replace("EXISTS bench:small", words))["rps"] == 42555.32
+
+
 @pytest.mark.parametrize("printed", ["", "ERROR: no\n", PRINTED.splitlines()[0], PRINTED + PRINTED.splitlines()[1]])
 def test_anything_else_is_an_error(printed: str) -> None:
     with pytest.raises(BenchError, match="cannot read"):
