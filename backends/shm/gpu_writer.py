@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 REST_S: Final = 1.0
 """How long nothing is asked of a server that has had no room on its GPU: it waits for some before it says so."""
 REFUSED_S: Final = 60.0
-"""The same where it has refused for another reason."""
+"""The same where it has refused for another reason, or has no GPU memory for us: asking costs a connection."""
 COMMIT: Final = b"KV.COMMIT"
 ABORT: Final = b"KV.ABORT"
 UNREAD_MAX: Final = 64
@@ -102,7 +102,7 @@ class GpuWriter:
             connection = self._connected()
             memory = None if connection is None else connection.gpu
             if connection is None or memory is None:
-                self._rest(REST_S)
+                self._rest(REST_S)  # longer, where a server has answered that it has none
                 return None
             reply = self._call(connection, b"KV.RESERVE", key, b"%d" % length, b"GPU")
             match reply:
@@ -171,10 +171,11 @@ class GpuWriter:
             connection = self._connection = None
         if connection is None and opens and not self._is_closed:
             opened = self._open()
-            if isinstance(opened, AttachedConnection):
+            if isinstance(opened, AttachedConnection) and opened.gpu is not None:
                 connection = self._connection = opened
             elif opened is not None:
                 self._retire(opened)
+                self._rest(REFUSED_S)
         return connection
 
     def _read_answers(self, connection: AttachedConnection) -> None:
@@ -211,4 +212,4 @@ class GpuWriter:
         self._retire(connection)
 
     def _rest(self, seconds: float) -> None:
-        self._rests_until_s = self._clock() + seconds
+        self._rests_until_s = max(self._rests_until_s, self._clock() + seconds)

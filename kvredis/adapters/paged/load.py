@@ -44,7 +44,7 @@ class LeasedChunk:
         self.lease = lease
         is_whole = tokens == whole.tokens and group.heads is None
         self.checksum = context.checksums.of(whole.tensor, is_wanted=bool(whole.checksum))
-        if isinstance(lease, GpuLease) and not (is_whole and self.checksum.passes(group.transfer, whole.tensor)):
+        if isinstance(lease, GpuLease) and not (is_whole and self.checksum.is_found_by(group.transfer, whole.tensor)):
             whole = on_host(lease, whole, is_locked=is_locked)
             self.checksum.drop()
             self.checksum = context.checksums.of(whole.tensor, is_wanted=bool(whole.checksum))

@@ -60,7 +60,7 @@ def reserve(context: MoverContext, move: ChunkMove) -> ReservedChunk | None:
         return None
     chunk = ReservedChunk(context, move, reservation)
     transfer = context.groups[move.group].transfer
-    if isinstance(reservation, GpuReservation) and not chunk.checksum.passes(transfer, chunk.tensor):
+    if isinstance(reservation, GpuReservation) and not chunk.checksum.is_found_by(transfer, chunk.tensor):
         chunk.abort()
         return None
     return chunk

@@ -1,8 +1,9 @@
 """Chunks between an engine's paged memory and host memory: the step that PCIe bounds, behind one interface.
 
 Host memory is a block's tensor: what a reservation or a lease lends behind the block's header, in the arena of this
-process or mapped from the server's. cpu.py copies a part at once. cuda/ring.py gathers pages into a ring of staging
-buffers, which leave by few large copies on streams of their own. open_transfer chooses.
+process or mapped from the server's; or, for a GPU's transfer alone, a place in a server's GPU memory. cpu.py copies a
+part at once. cuda/ring.py gathers pages into a ring of staging buffers, which leave by few large copies on streams of
+their own. open_transfer chooses.
 """
 
 import contextlib

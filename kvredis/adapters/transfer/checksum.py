@@ -58,9 +58,9 @@ class Checksum:
                 self._row = NO_ROW if passing is None else passing.row
         return self._row
 
-    def passes(self, transfer: Transfer, memory: memoryview) -> bool:
-        """Whether no processor looks at the bytes, if `transfer` is given `memory` next: it finds the checksum, or none
-        is wanted."""
+    def is_found_by(self, transfer: Transfer, memory: memoryview) -> bool:
+        """Whether `transfer`, which is given `memory` next, finds the checksum, or none is wanted: no processor looks
+        at the bytes then."""
         return self._pool is None or self.row_in(transfer, memory) != NO_ROW
 
     def begin(self) -> None:

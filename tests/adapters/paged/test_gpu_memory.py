@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.config.url import parse_url
 from kvredis.backends.remote.backend import RemoteBackend
-from kvredis.backends.shm.gpu_writer import GpuReservation
+from kvredis.backends.resp.connection import Connection
+from kvredis.backends.shm.gpu_writer import GpuReservation, GpuWriter
 from kvredis.backends.shm.leases import GpuLease
 from kvredis.storage.memory import cuda
 from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, load_now, mover_on, moves_of, pages_in
@@ -326,3 +328,22 @@ def test_a_server_without_gpu_memory_serves_as_ever_without_a_word(
         assert backend.stats()["gpu_stored"] == 0
     plain.kill()
     assert caplog.records == []
+
+
+def test_a_server_without_gpu_memory_is_asked_for_some_once_a_minute(tmp_path: Path) -> None:
+    plain = start_server("kvredis", tmp_path)
+    opened: list[Connection] = []
+
+    def open_one() -> Connection:
+        opened.append(Connection.open(parse_url(plain.url)))
+        return opened[-1]
+
+    clock = SimpleNamespace(now_s=0.0)
+    writer = GpuWriter(open_one, lambda each: each.close(), lambda each, error: None, lambda: clock.now_s)
+    counts = []
+    for clock.now_s in (0.0, 5.0, 59.0, 61.0):
+        assert writer.reserve(b"k", 1 << 15) is None
+        counts.append(len(opened))
+    assert counts == [1, 1, 1, 2]
+    assert not any(each.usable for each in opened), "none is kept"
+    plain.kill()

@@ -147,7 +147,8 @@ class CudaRuntime:
         self._check(self._library.cudaEventSynchronize(ctypes.c_void_p(event)), "cudaEventSynchronize")
 
     def page_locked(self, address: int) -> bool:
-        """Whether the driver knows the host memory there, so that copies run by themselves and at full speed."""
+        """Whether the driver knows the memory there, page-locked or a GPU's, so that copies run by themselves and at
+        full speed."""
         return self._memory_type(address) != _UNREGISTERED
 
     def on_gpu(self, address: int) -> bool:
