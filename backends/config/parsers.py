@@ -166,9 +166,9 @@ def seconds_or_none(raw: Any, key: str, source: str) -> float:
 
 def gb_per_s_or_none(raw: Any, key: str, source: str) -> float:
     """Read a rate in GB/s (1e9 bytes) where 0 means: no bound."""
-    reason = "want a number of GB/s from 0.0001 to 10000, or 0"
+    reason = "want a number of GB/s from 0.00001 to 10000, or 0"
     number = _number(raw, key, source, reason)
-    if number != 0 and not 0.0001 <= number <= 10_000:
+    if number != 0 and not 0.00001 <= number <= 10_000:
         raise ConfigError(key, raw, source, reason)
     return number
 
