@@ -8,10 +8,10 @@ and is tried again later.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, TypeVar
 
 from kvredis.storage.entry import extent_length
 from kvredis.storage.memory.arena import Arena
@@ -50,6 +50,9 @@ class Reservation(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+AnyReservation = TypeVar("AnyReservation", bound=Reservation)
 
 
 class Lease(Protocol):
@@ -188,6 +191,11 @@ class Backend(Protocol):
         """
         ...
 
+    def reserve_all(self, keys: Sequence[bytes], length: int) -> Sequence[Reservation]:
+        """Get room as `reserve` does for a value of `length` bytes under each key, up to the first for which there is
+        none: for those that are filled together, and may cost one question to a server."""
+        ...
+
     def room(self, length: int, at_least: int = 1) -> int:
         """Count the values of `length` bytes that would be taken now; any number where others leave for them, and 0
         where it would be fewer than `at_least`.
@@ -235,6 +243,19 @@ class Backend(Protocol):
     def close(self) -> None:
         """Flush and let go of memory and connections; no hold may be used afterwards. A second call does nothing."""
         ...
+
+
+def reserve_each(
+    reserve: Callable[[bytes, int], AnyReservation | None], keys: Sequence[bytes], length: int
+) -> list[AnyReservation]:
+    """Backend.reserve_all by one `reserve` after the other."""
+    rooms = []
+    for key in keys:
+        room = reserve(key, length)
+        if room is None:
+            break
+        rooms.append(room)
+    return rooms
 
 
 logger = logging.getLogger(__name__)

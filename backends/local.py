@@ -82,6 +82,9 @@ class LocalBackend:
             return self._reserve_over_disk(tiering, key, length)
         return self.store.reserve(key, length) if self.keep else None
 
+    def reserve_all(self, keys: Sequence[bytes], length: int) -> list[Reservation]:
+        return base.reserve_each(self.reserve, keys, length)
+
     def room(self, length: int, at_least: int = 1) -> int:
         """As Backend.room: others leave."""
         return sys.maxsize if self.keep or self.store.tiering is not None else 0

@@ -294,6 +294,10 @@ class RemoteBlocks:
         self._endings.catch_up()
         return self._write_queue.reserve(key, length)
 
+    def reserve_all(self, keys: Sequence[bytes], length: int) -> list[base.Reservation]:
+        """As Backend.reserve_all, and `reserve`."""
+        return base.reserve_each(self.reserve, keys, length)
+
     def lend(self, key: bytes, memory: Scattered) -> RemoteReservation | None:
         """As `reserve`, of a value that is sent from where it lies: `memory` stays what it is until the next flush has
         ended. None, and nothing is counted: it can be reserved only."""
@@ -413,10 +417,25 @@ class RemoteBackend(RemoteBlocks):
     def reserve(self, key: bytes, length: int) -> RemoteReservation | GpuReservation | None:
         """As RemoteBlocks.reserve. On the server's GPU it waits for the server."""
         if self._gpu is not None and self._home.is_here():
-            room = self._gpu.reserve(key, length)
+            (room,) = self._gpu.reserve([key], length)
             if room is not None:
                 return room
         return super().reserve(key, length)
+
+    def reserve_all(self, keys: Sequence[bytes], length: int) -> list[base.Reservation]:
+        if self._gpu is None or not self._home.is_here():
+            return super().reserve_all(keys, length)
+        rooms: list[base.Reservation] = []
+        on_gpu = self._gpu.reserve(keys, length)
+        for key, room in zip(keys, on_gpu, strict=True):
+            elsewhere = super().reserve(key, length) if room is None else room
+            if elsewhere is None:
+                break
+            rooms.append(elsewhere)
+        for left in on_gpu[len(rooms) :]:
+            if left is not None:
+                left.abort()
+        return rooms
 
     def flush(self) -> int:
         """As RemoteBlocks.flush; those that the server's GPU did not take count too."""

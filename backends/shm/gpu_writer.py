@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
-from kvredis.backends.resp.connection import Connection
+from kvredis.backends.resp.connection import Connection, Reply
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.copy import View
 
@@ -25,6 +25,9 @@ REFUSED_S: Final = 60.0
 """The same where it has refused for another reason, or has no GPU memory for us: asking costs a connection."""
 COMMIT: Final = b"KV.COMMIT"
 ABORT: Final = b"KV.ABORT"
+TOGETHER_MAX: Final = 4
+"""Rooms asked for at once: one round trip for all of them. WHY so few: the server lets each wait half a second for
+room, and behind the first that gets none they wait for nothing."""
 UNREAD_MAX: Final = 64
 """Answers that are waited for only when there are so many, or something else is asked: each takes a round trip, and a
 prompt of 60 blocks is stored at the end of a pass that another engine waits for."""
@@ -42,15 +45,18 @@ class GpuReservation:
         self._number: int | None = number
 
     def write(self, data: View) -> None:
-        """Lay bytes of host memory down at the beginning. Raises DeviceError when the GPU does not take them."""
+        """Lay bytes of host memory down at the beginning: they are there when this thread has committed a block, this
+        one or another. Raises DeviceError when the GPU does not take them."""
         if self._number is not None:
-            self._memory.arena.write(self._offset, data)
+            self._memory.arena.begin_write(self._offset, data)
 
     def filled(self, start: int, stop: int) -> None:
         """Do nothing: the bytes are where they stay."""
 
     def commit(self) -> None:
-        """Store the block: the server has been told when this returns, and its answer is read later."""
+        """Store the block: the server has been told when this returns, and its answer is read later. Raises DeviceError
+        when what was written has not come, here or to another block that this thread has written to."""
+        self._memory.arena.settle()
         self._end(COMMIT)
 
     def abort(self) -> None:
@@ -94,28 +100,46 @@ class GpuWriter:
         self._rests_until_s = -float("inf")
         self._is_closed = False
 
-    def reserve(self, key: bytes, length: int) -> GpuReservation | None:
-        """Take room for a block of `length` bytes; None: there is none, or no GPU memory."""
-        if self._clock() < self._rests_until_s:
-            return None
+    def reserve(self, keys: Sequence[bytes], length: int) -> list[GpuReservation | None]:
+        """Take room for a block of `length` bytes for each key; None: there is none, or no GPU memory."""
+        rooms: list[GpuReservation | None] = []
         with self._turn:
-            connection = self._connected()
-            memory = None if connection is None else connection.gpu
-            if connection is None or memory is None:
-                self._rest(REST_S)  # longer, where a server has answered that it has none
-                return None
-            reply = self._call(connection, b"KV.RESERVE", key, b"%d" % length, b"GPU")
-            match reply:
-                case [int() as number, int() as address]:
-                    try:
-                        return GpuReservation(self, memory, address - connection.gpu_base, number, length)
-                    except BackendError as error:
-                        self._drop(connection, connection.broken(str(error)))
-                case BackendError() as error if str(error).startswith("OOM"):
-                    self._rest(REST_S)
-                case BackendError() as error:
-                    logger.warning("the server's GPU memory is not written to for a while: %s", error)
-                    self._rest(REFUSED_S)
+            while len(rooms) < len(keys) and self._clock() >= self._rests_until_s:
+                rooms += self._reserve(keys[len(rooms) : len(rooms) + TOGETHER_MAX], length)
+        return rooms + [None] * (len(keys) - len(rooms))
+
+    def _reserve(self, keys: Sequence[bytes], length: int) -> list[GpuReservation | None]:
+        connection = self._connected()
+        memory = None if connection is None else connection.gpu
+        if connection is None or memory is None:
+            self._rest(REST_S)  # longer, where a server has answered that it has none
+            return []
+        try:
+            connection.send_many((b"KV.RESERVE", key, b"%d" % length, b"GPU") for key in keys)
+            replies = [connection.read() for _ in keys]
+            return [self._reserved(reply, connection, memory, length) for reply in replies]
+        except BackendError as error:  # with the connection all that it has reserved goes
+            self._drop(connection, error)
+            return []
+        except BaseException:  # an answer may be out
+            connection.close()
+            raise
+
+    def _reserved(
+        self, reply: Reply, connection: AttachedConnection, memory: GpuMemory, length: int
+    ) -> GpuReservation | None:
+        """What the server has answered. Raises BackendError for a place that is not there."""
+        match reply:
+            case [int() as number, int() as address]:
+                try:
+                    return GpuReservation(self, memory, address - connection.gpu_base, number, length)
+                except BackendError as error:
+                    raise connection.broken(str(error)) from error
+            case BackendError() as error if str(error).startswith("OOM"):
+                self._rest(REST_S)
+            case _:
+                logger.warning("the server's GPU memory is not written to for a while: %s", reply)
+                self._rest(REFUSED_S)
         return None
 
     def end(self, command: bytes, number: int) -> None:
@@ -193,16 +217,6 @@ class GpuWriter:
                 logger.warning("a block was not stored in the server's GPU memory: %s", reply)
         for number in refused:
             connection.call(ABORT, b"%d" % number)
-
-    def _call(self, connection: AttachedConnection, *words: bytes) -> Any:
-        try:
-            return connection.call(*words)
-        except BackendError as error:
-            self._drop(connection, error)
-            return None
-        except BaseException:  # an answer may be out
-            connection.close()
-            raise
 
     def _drop(self, connection: AttachedConnection, error: BackendError) -> None:
         self._lose(connection, error)

@@ -90,12 +90,16 @@ class GpuLease(SharedLease):
         self._on_gpu = memory
         self._offset = address - base
 
-    def read(self, nbytes: int) -> bytearray:
-        """Copy the first `nbytes` to host memory. Raises DeviceError when the GPU does not give them."""
-        into = bytearray(nbytes)
-        self.read_into(into)
-        return into
-
     def read_into(self, room: View) -> None:
-        """The same, as many as there is room for."""
+        """Copy the first bytes to host memory, as many as there is room for. Raises DeviceError when the GPU does not
+        give them."""
         self._on_gpu.arena.read(self._offset, room)
+
+    def begin_read(self, room: View) -> None:
+        """The same, but they have come when this thread has called `settle`; into page-locked memory it does not
+        wait."""
+        self._on_gpu.arena.begin_read(self._offset, room)
+
+    def settle(self) -> None:
+        """Wait for what this thread has begun to read of this GPU's memory. Raises DeviceError."""
+        self._on_gpu.arena.settle()

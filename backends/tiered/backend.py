@@ -195,6 +195,9 @@ class LayeredBackend:
         self._count("near_only", far is None)
         return LayeredReservation(leaving, far)
 
+    def reserve_all(self, keys: Sequence[bytes], length: int) -> list[LayeredReservation]:
+        return base.reserve_each(self.reserve, keys, length)
+
     def flush(self) -> int:
         """As Backend.flush; counts what the server has not taken, which may be near all the same."""
         return self.far.flush()

@@ -115,13 +115,34 @@ class DeviceArena:
 
     def read(self, offset: int, into: View) -> None:
         """Fill host memory with the bytes from `offset` on. Raises DeviceError when the GPU does not give them."""
-        address, nbytes = self._place(offset, into)
-        self._copy("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(address_of(into)), address, nbytes)
+        self.begin_read(offset, into)
+        self.settle()
 
     def write(self, offset: int, out_of: View) -> None:
         """Lay the bytes of host memory down from `offset` on. Raises DeviceError when the GPU does not take them."""
+        self.begin_write(offset, out_of)
+        self.settle()
+
+    def begin_read(self, offset: int, into: View) -> None:
+        """As `read`, but the bytes have come when this thread has called `settle`. `into` stays until then; a copy to
+        memory that is not page-locked is waited for at once (CUDA, "API synchronization behavior")."""
+        address, nbytes = self._place(offset, into)
+        self._begin("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(address_of(into)), address, nbytes)
+
+    def begin_write(self, offset: int, out_of: View) -> None:
+        """As `write`, but the bytes are there when this thread has called `settle`. `out_of` stays until then, where it
+        is page-locked; else the driver has a copy."""
         address, nbytes = self._place(offset, out_of)
-        self._copy("cuMemcpyHtoDAsync_v2", address, ctypes.c_void_p(address_of(out_of)), nbytes)
+        self._begin("cuMemcpyHtoDAsync_v2", address, ctypes.c_void_p(address_of(out_of)), nbytes)
+
+    def settle(self) -> None:
+        """Wait for what this thread has begun; nothing where that is nothing. Raises DeviceError when the GPU has not
+        done it."""
+        if getattr(self._streams, "is_busy", False):
+            self._streams.is_busy = False
+            with self.device.current():
+                code = self._driver.cuStreamSynchronize(self._streams.stream)
+                check(self._driver, code, "cuStreamSynchronize")
 
     def answers(self) -> bool:
         """Whether the GPU still does what it is asked: one word of it is read."""
@@ -161,11 +182,11 @@ class DeviceArena:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are not in the {self.nbytes} of this memory")
         return ctypes.c_ulonglong(self.address + offset), ctypes.c_size_t(nbytes)
 
-    def _copy(self, name: str, *args: Any) -> None:
+    def _begin(self, name: str, *args: Any) -> None:
         with self.device.current():
             stream = self._stream()
+            self._streams.is_busy = True
             check(self._driver, getattr(self._driver, name)(*args, stream), name)
-            check(self._driver, self._driver.cuStreamSynchronize(stream), name)
 
     def _stream(self) -> ctypes.c_void_p:
         """This thread's own stream: copies of several threads go on beside each other."""

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 
-from kvredis.backends.base import NothingToFetch, Tier
+from kvredis.backends.base import NothingToFetch, Tier, reserve_each
 
 
 class FakeReservation:
@@ -96,6 +96,9 @@ class FakeBackend:
     def reserve(self, key: bytes, length: int) -> FakeReservation | None:
         self._try()
         return None if self.full else FakeReservation(self, key, length)
+
+    def reserve_all(self, keys: Sequence[bytes], length: int) -> list[FakeReservation]:
+        return reserve_each(self.reserve, keys, length)
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
         return ["memory"] * len(keys)

@@ -216,6 +216,17 @@ def test_prefetch_has_nothing_to_do_for_blocks_in_memory(backend: Backend, kind:
     assert backend.match(keys) == 1
 
 
+def test_room_for_several_values_is_given_up_to_the_first_for_which_there_is_none(backend: Backend) -> None:
+    keys = fresh_keys(3)
+    rooms = backend.reserve_all(keys, 1000)
+    assert len(rooms) == 3
+    for number, room in enumerate(rooms):
+        room.view[:] = bytes([number]) * 1000
+        room.commit()
+    assert [bytes(value or b"") for value in loaded(backend, keys)] == [bytes([number]) * 1000 for number in range(3)]
+    assert backend.reserve_all(keys, 1 << 40) == []
+
+
 def test_an_aborted_reservation_stores_nothing(backend: Backend, at_rest: AtRest) -> None:
     (key,) = fresh_keys(1)
     reservation = backend.reserve(key, 50_000)

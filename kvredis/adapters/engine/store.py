@@ -42,13 +42,17 @@ class ReservedBlock:
         header = self._room.nbytes - self.tensor.nbytes
         self._reservation.filled(header + start, header + stop)
 
-    def commit(self, checksum: str = "") -> None:
-        """Make it visible; `tensor` has been filled."""
+    def seal(self, checksum: str = "") -> None:
+        """Write its header; `tensor` has been filled, or will be before the commit. On a server's GPU the header has
+        come when this thread commits, and headers of several blocks are waited for once."""
         header = encode_header(self._layout, self.tokens, checksum)
         if isinstance(self._reservation, GpuReservation):
             self._reservation.write(header)
         else:
             self._room[: len(header)] = header
+
+    def commit(self) -> None:
+        """Make it visible; it has been sealed."""
         self.tensor = self._room = memoryview(b"")
         self._reservation.commit()
 
@@ -154,5 +158,6 @@ class TensorStore:
             return
         with ReservedBlock(reservation, self._layout, tokens) as block:
             gather(self._kv, chunk.start, chunk.stop, view_tensor(block.tensor, self._layout, tokens))
+            block.seal()
             block.commit()
         self.tokens += tokens

@@ -16,7 +16,7 @@ import torch
 from kvredis.adapters.transfer.base import Layers, Moving, wait_for_all
 
 from .jobs import ChunkMove, JobState, MoverContext, MoverTask
-from .store import ReservedChunk, by_group, bytes_of, commit, count_present, reserve
+from .store import ReservedChunk, alike, by_group, bytes_of, commit, count_present, reserve
 
 ROW_BYTES = 32 * 1024 * 1024
 """Layers behind the first leave together until they are so much, as far as they are computed ..."""
@@ -101,14 +101,14 @@ class LayerStores(MoverTask):
         present = count_present(self._context, job, moves)
         left = len(moves) - present
         count = min(self._context.backend.room(self._context.value_bytes(moves[0])), left) if left else 0
-        refused = 0
-        for move in moves[present : present + count]:
-            chunk = reserve(self._context, move)
-            if chunk is None:  # what is behind a gap is worth nothing
-                refused = 1
-                break
-            left -= 1
-            self._reserved.append((job, chunk))
+        wanted, refused = moves[present : present + count], 0
+        while wanted and not refused:
+            together = alike(wanted, len(wanted))
+            chunks = reserve(self._context, together)
+            self._reserved += [(job, chunk) for chunk in chunks]
+            refused = int(len(chunks) < len(together))  # what is behind a gap is worth nothing
+            left -= len(chunks)
+            wanted = wanted[len(together) :]
         self._context.counters.add(present_chunks=present, refused_stores=refused, dropped_stores=left - refused)
 
     def _together(self) -> int:

@@ -7,7 +7,7 @@ layer by layer. Both reserve a ReservedChunk for each, and commit it when its by
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 
@@ -33,6 +33,8 @@ class ReservedChunk(ReservedBlock):
         super().__init__(reservation, group.layout, group.tokens_of(move))
         self.move = move
         self.checksum = context.checksums.of(self.tensor)
+        self.is_on_gpu = isinstance(reservation, GpuReservation)
+        """Whether the room is a server's GPU's."""
         self._told = 0
         """Bytes of which the backend knows that they are there."""
 
@@ -53,25 +55,37 @@ class ReservedChunk(ReservedBlock):
         super().abort()
 
 
-def reserve(context: MoverContext, move: ChunkMove) -> ReservedChunk | None:
-    """Room for a chunk, None when there is none: also where that is on a GPU, and a processor would have to hash it."""
-    reservation = context.backend.reserve(move.key, context.value_bytes(move))
-    if reservation is None:
-        return None
-    chunk = ReservedChunk(context, move, reservation)
-    transfer = context.groups[move.group].transfer
-    if isinstance(reservation, GpuReservation) and not chunk.checksum.is_found_by(transfer, chunk.tensor):
-        chunk.abort()
-        return None
-    return chunk
+def alike(moves: Sequence[ChunkMove], most: int) -> Sequence[ChunkMove]:
+    """The first moves of one group whose chunks have as many pages as the first one's, `most` of them at most."""
+    wanted = len(moves[0].pages)
+    return list(takewhile(lambda move: len(move.pages) == wanted, moves[:most]))
+
+
+def reserve(context: MoverContext, moves: Sequence[ChunkMove]) -> list[ReservedChunk]:
+    """Room for chunks that are alike, up to the first for which there is none: also where that is on a GPU, and a
+    processor would have to hash it."""
+    group, nbytes = context.groups[moves[0].group], context.value_bytes(moves[0])
+    reservations = context.backend.reserve_all([move.key for move in moves], nbytes)
+    chunks: list[ReservedChunk] = []
+    for move, reservation in zip(moves, reservations, strict=False):
+        chunk = ReservedChunk(context, move, reservation)
+        if chunk.is_on_gpu and not chunk.checksum.is_found_by(group.transfer, chunk.tensor):
+            chunk.abort()
+            break
+        chunks.append(chunk)
+    for reservation in reservations[len(chunks) :]:
+        reservation.abort()
+    return chunks
 
 
 def commit(context: MoverContext, job: JobState, chunks: Sequence[ReservedChunk]) -> None:
     """Make filled chunks visible in their order, and count them. If one fails, those behind it are aborted."""
     try:
         for chunk in chunks:
+            chunk.seal(chunk.checksum.result())
+        for chunk in chunks:
             nbytes = chunk.tensor.nbytes
-            chunk.commit(chunk.checksum.result())
+            chunk.commit()
             job.count(1, chunk.tokens, nbytes)
             context.counters.add(stored_chunks=1, stored_bytes=nbytes)
     finally:
@@ -112,6 +126,7 @@ class ChunkStore(MoverTask):
         self._filled: deque[list[ReservedChunk]] = deque()
         self._held_bytes = 0
         """Reserved for what is under way, or filled."""
+        self._piece_bytes = context.piece_bytes
 
     def _run(self) -> None:
         try:
@@ -130,7 +145,7 @@ class ChunkStore(MoverTask):
         keys, nbytes = [move.key for move in moves], context.value_bytes(moves[0])
         order = PrefixOrder(context.backend, keys, present, nbytes, head_first=job.head_first)
         for run in order.runs():
-            self._store_run((moves[number] for number in run), order)
+            self._store_run([moves[number] for number in run], order)
             if self._refused or job.cancelled:
                 break
         order.finish()
@@ -140,24 +155,26 @@ class ChunkStore(MoverTask):
             text = "Dropped %d chunks of request %s: no more is taken for now"
             logger.info(text, left + self._refused, job.request)
 
-    def _store_run(self, moves: Iterable[ChunkMove], order: PrefixOrder) -> None:
-        for move in moves:
-            if self._job.cancelled:
-                break
-            chunk = reserve(self._context, move)
-            if chunk is None:
-                order.written(0)
+    def _store_run(self, moves: Sequence[ChunkMove], order: PrefixOrder) -> None:
+        at, nbytes = 0, self._context.value_bytes(moves[0])
+        while at < len(moves) and not self._job.cancelled:
+            together = alike(moves[at:], max(self._piece_bytes // nbytes, 1))
+            chunks = reserve(self._context, together)
+            self._next += chunks  # ours to give back from here on
+            at += len(together)
+            order.written(bytes_of(chunks))  # room is taken from what is oldest
+            if len(chunks) < len(together):
                 self._refused += 1
                 if self._job.head_first:  # what is behind a gap is worth nothing
                     break
-                continue  # those nearer to the head are still worth storing
-            self._next.append(chunk)  # ours to give back from here on
-            order.written(chunk.tensor.nbytes)  # room is taken from what is oldest
-            if bytes_of(self._next) >= self._context.piece_bytes:
+                at += len(chunks) + 1 - len(together)  # those nearer to the head are still worth storing
+            if bytes_of(self._next) >= self._piece_bytes:
                 self._send()
                 self._advance(order)
                 while self._held_bytes > self._context.options.window_bytes:
                     self._settle(order)
+            if chunks and chunks[-1].is_on_gpu:  # copies between GPUs are sooner over than asked for
+                self._piece_bytes = self._context.piece_bytes_max
         if not self._job.cancelled:
             self._send()
         while self._under_way or self._filled:

@@ -136,7 +136,8 @@ class Snapshots:
                 room[: self._nbytes].copy_(taken)
                 room[self._nbytes :] = 0
                 del room  # its memory ends with the reservation
-                block.commit(checksum_of(block.tensor))
+                block.seal(checksum_of(block.tensor))
+                block.commit()
         except Exception as error:
             logger.warning("A state could not be stored; the engine goes on without: %s", error)
             return False

@@ -50,7 +50,8 @@ def test_a_block_is_seen_when_it_is_committed_and_its_room_is_given_back_otherwi
                 if ending == "error":
                     raise ConnectionError("the engine's own")
                 if ending == "commit":
-                    block.commit(checksum)
+                    block.seal(checksum)
+                    block.commit()
         except ConnectionError:
             assert ending == "error"
     assert backend.store.reserved_bytes == 0

@@ -198,6 +198,33 @@ def test_a_block_that_is_damaged_on_the_gpu_is_a_miss_and_is_forgotten(
     assert backend.present([move.key for move in MOVES[:3]]) == [True, False, True]
 
 
+def test_behind_a_chunk_that_is_missing_no_lease_is_kept_of_those_that_were_asked_for_with_it(
+    server: ServerProcess, opened: OpenBackend
+) -> None:
+    engine = PagedEngine(1, transfer=SummingTransfer, groups=1, pages=4 * 30)
+    moves = moves_of("a", 30, pages=4 * 30)
+    stored(opened(), engine, moves)
+    assert ask(server, "DEL", moves[14].key.decode()) == 1
+    backend, other = opened(), PagedEngine(100, transfer=SummingTransfer, groups=1, pages=4 * 30)
+    with mover_on(backend, other) as mover:
+        assert load_now(mover, LoadJob("s", moves)) == 14
+    assert all(other.bytes_of(move) == engine.bytes_of(move) for move in moves[:14])
+    assert other.changed_pages() == pages_in(moves[:14])
+    backend.close()
+    wait_until(lambda: ask(server, "INFO", "kv")["leases"] == 0, "the end of all leases")
+
+
+def test_room_for_several_chunks_is_taken_on_the_gpu_and_in_host_memory_where_that_is_full(
+    server: ServerProcess, opened: OpenBackend
+) -> None:
+    backend = opened()
+    rooms = backend.reserve_all([b"%d" % number for number in range(6)], 1 << 20)  # a client may reserve half of 8 MiB
+    assert [isinstance(room, GpuReservation) for room in rooms] == [True] * 4 + [False] * 2
+    for room in rooms[:3]:
+        room.abort()
+    assert figures(server)["reserved"] == 1 << 20
+
+
 def test_a_gpu_that_is_full_leaves_the_rest_to_host_memory(server: ServerProcess, opened: OpenBackend) -> None:
     engine = PagedEngine(1, transfer=SummingTransfer, groups=1, pages=4)
     moves = [replace(moves_of("a", 1, pages=4)[0], key=b"many:%d" % number) for number in range(400)]  # 13 MB
@@ -342,7 +369,7 @@ def test_a_server_without_gpu_memory_is_asked_for_some_once_a_minute(tmp_path: P
     writer = GpuWriter(open_one, lambda each: each.close(), lambda each, error: None, lambda: clock.now_s)
     counts = []
     for clock.now_s in (0.0, 5.0, 59.0, 61.0):
-        assert writer.reserve(b"k", 1 << 15) is None
+        assert writer.reserve([b"k"], 1 << 15) == [None]
         counts.append(len(opened))
     assert counts == [1, 1, 1, 2]
     assert not any(each.usable for each in opened), "none is kept"

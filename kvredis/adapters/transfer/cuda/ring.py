@@ -169,13 +169,17 @@ class Loaded:
 class RingWay:
     """One direction: its streams and its ring. One thread at a time uses it."""
 
-    def __init__(self, device: Device, tuning: Tuning, nbytes: int, sums: RingSums | None, *, out: bool) -> None:
+    def __init__(
+        self, device: Device, tuning: Tuning, nbytes: int, linked_nbytes: int, sums: RingSums | None, *, out: bool
+    ) -> None:
+        """A buffer has `nbytes`, or `linked_nbytes` where the first job's memory is another GPU's."""
         self._device = device
         self._tuning = tuning
         self._is_out = out
         self._sums = sums
         self._summed: Event | None = None
         self._nbytes = nbytes
+        self._linked_nbytes = linked_nbytes
         self._kernels = device.stream(uploads=True)
         self._ring: list[Slot] = []
         self._next = 0
@@ -189,7 +193,7 @@ class RingWay:
         """Enqueue the whole job, parts of `moving` behind so many before; of a load all but its last checksums, which
         `sum_up` does. `is_last` as in Transfer.load. Raises RuntimeError from the device."""
         if job.units:
-            self._open()
+            self._open(job)
             with self._device.here():
                 if self._is_out:
                     self._out(job, after, moving, before)
@@ -204,8 +208,10 @@ class RingWay:
             with self._device.here():
                 self._sum_up()
 
-    def _open(self) -> None:
+    def _open(self, job: AnyPlan) -> None:
         if not self._ring:
+            if self._device.on_gpu(address_of(job.memories[0])):
+                self._nbytes = self._linked_nbytes
             with self._device.on(self._kernels):
                 self._ring = list(self._made_slots())
 
@@ -393,14 +399,16 @@ class RingTransfer:
         self.tuning = tuning
         unit = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
         whole = unit * paged.planes * paged.pages * len(paged.layers)
-        nbytes = max(min(tuning.slot_bytes, whole) // unit, 1) * unit
+        nbytes, linked_nbytes = (
+            max(min(times * tuning.slot_bytes, whole) // unit, 1) * unit for times in (1, tuning.linked_factor)
+        )
         summing = device.summing(paged, tuning.sum_rows) if sums else None
         self._sums = None if summing is None else RingSums(summing, tuning.sum_rows)
-        self._store = RingWay(device, tuning, nbytes, self._sums, out=True)
-        self._load = RingWay(device, tuning, nbytes, self._sums, out=False)
+        self._store = RingWay(device, tuning, nbytes, linked_nbytes, self._sums, out=True)
+        self._load = RingWay(device, tuning, nbytes, linked_nbytes, self._sums, out=False)
         self._closed = False
         self.slot_bytes = nbytes
-        """Of each staging buffer."""
+        """Of each staging buffer, where the far end is host memory."""
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         return self._begin(self._store, parts, self._plans(parts, check_writable), after)
