@@ -25,6 +25,7 @@ check: $(VENV)/test.stamp
 nightly: $(VENV)/test.stamp
 	scripts/system-packages
 	NIGHTLY=yes scripts/check
+	scripts/sanitize
 
 # As check, and fails when the tests leave more than a tenth of lines and branches untried.
 coverage: $(VENV)/test.stamp
