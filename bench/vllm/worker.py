@@ -29,6 +29,8 @@ _SHORT_TOKENS: Final = 40
 _SETTLED_STEPS: Final = 8  # of a request that decodes, before its steps are timed
 _BATCHES: Final = 1000  # the first seed of prompts that are served at once
 _SPREAD, _APART = 7919, 104_729  # primes
+_THERE_SHARE: Final = 0.98  # of a token's KV: some of its elements are zero
+_COUNTED_TOGETHER: Final = 1 << 28  # elements: counting takes a byte for each
 _LIVELY: Final = 300.0  # vLLM's dummy weights are within 0.001 of 0: what comes out hardly depends on what goes in
 
 
@@ -187,7 +189,9 @@ class Engine:
         self._number = 0
         self._has_connector = told["connector"] is not None
         self._ours: Any = None
-        if int(options.get("tensor_parallel_size", 1)) > 1:
+        self._is_one = int(options.get("tensor_parallel_size", 1)) == 1
+        """Whether its worker is in this process."""
+        if not self._is_one:
             connector = told["connector"] or {}
             self._ours = Ranks(self._llm) if connector.get("kv_connector") == "KVRedisConnector" else None
         elif self._has_connector:
@@ -216,8 +220,13 @@ class Engine:
         )  # fmt: skip
         if self._has_connector:
             self._reset()
+            if self._is_one:
+                self._llm.collective_rpc(wipe)
             loaded = self._counter("loaded_bytes")
             made["warm_ms"], made["warm_tokens"], third = self._generate(prompt, 1)
+            there = self._llm.collective_rpc(tokens_there)[0] if self._is_one else made["warm_tokens"]
+            if there < _THERE_SHARE * made["warm_tokens"]:
+                raise RuntimeError(f"{made['warm_tokens']} tokens were a hit, and KV of {there:.0f} is in its memory")
             made["warm_bytes"] = self._counter("loaded_bytes") - loaded
             made["answers"].append(third)
             if answer:
@@ -380,6 +389,36 @@ class Engine:
 
     def _counter(self, name: str) -> int:
         return 0 if self._ours is None else int(self._ours.counters.get(name, 0))
+
+
+def kv_memory(worker: Any) -> list[Any]:
+    """All KV memory of a worker, as vectors of integers."""
+    import torch
+
+    storages = {cache.data_ptr(): cache.untyped_storage() for cache in worker.model_runner.kv_caches}
+    return [torch.empty(0, dtype=torch.int16, device=each.device).set_(each) for each in storages.values()]
+
+
+def wipe(worker: Any) -> None:
+    """Fill KV memory with zeros; asked within a worker whose engine has no request and an empty cache. WHY: a
+    connector may tell vLLM of tokens whose KV it never brings, and dummy weights hide that. LMCache 0.5.3 does beside
+    a runner that it does not know."""
+    import torch
+
+    for each in kv_memory(worker):
+        each.zero_()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def tokens_there(worker: Any) -> float:
+    """For how many tokens there is KV in memory that was wiped before, by the elements that are not zero."""
+    import torch
+
+    memory, cache = kv_memory(worker), worker.model_runner.cache_config
+    written: int = sum(int(torch.count_nonzero(part)) for each in memory for part in each.split(_COUNTED_TOGETHER))
+    a_token = sum(each.numel() for each in memory) / (cache.num_gpu_blocks * cache.block_size)
+    return float(written / a_token)
 
 
 def enliven(model: Any) -> None:
