@@ -136,5 +136,7 @@ cdef class StoreCore:
     cdef int aborted(self, Reservation reservation) except -1
     cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1
     cdef Py_ssize_t deleted(self, object keys, Py_ssize_t space) except -1
+    cdef Py_ssize_t matched(self, list keys, Py_ssize_t space) except -1
+    cdef int run_of(self, list keys, Py_ssize_t space, list run) except -1
     cdef Py_ssize_t affirmed(self, list keys, Py_ssize_t space) except -1
     cdef int touched(self, list keys, Py_ssize_t space) except -1

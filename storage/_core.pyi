@@ -439,6 +439,10 @@ class StoreCore:
     def delete(self, keys: Iterable[bytes], space: int = 0) -> int:
         """Take keys away; returns how many there were. Leased bytes stay with their readers until released."""
 
+    def match(self, keys: Sequence[bytes], space: int = 0) -> int:
+        """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest: at
+        the latest when another block is stored, evicted or lent out of the arena."""
+
     def affirm(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys` are present, one named twice counting twice; for a grace time they are evicted last.
 

@@ -906,6 +906,33 @@ cdef class StoreCore:
             self.guard.give()
         return count
 
+    cdef Py_ssize_t matched(self, list keys, Py_ssize_t space) except -1:
+        """`match`."""
+        cdef list run = []
+        self.guard.take()
+        try:
+            if len(self._expiries):
+                with self.now_ms.one_moment():  # a key named twice is there twice
+                    self.run_of(keys, space, run)
+            else:
+                self.run_of(keys, space, run)
+            self._put_off(self._looked_up, run)
+        finally:
+            self.guard.give()
+        return len(run)
+
+    cdef int run_of(self, list keys, Py_ssize_t space, list run) except -1:
+        """Add the entries of the first keys that are present."""
+        cdef Entry entry
+        for key in keys:
+            entry = self.index.find(key, space)
+            if entry is not None and entry.expire_at_ms:
+                entry = self.visible(key, space)
+            if entry is None:
+                break
+            run.append(entry)
+        return 0
+
     cdef Py_ssize_t affirmed(self, list keys, Py_ssize_t space) except -1:
         """`affirm`."""
         cdef list found = []
@@ -969,6 +996,9 @@ cdef class StoreCore:
 
     def delete(self, keys, Py_ssize_t space=0):
         return self.deleted(keys, space)
+
+    def match(self, keys, Py_ssize_t space=0):
+        return self.matched(list(keys), space)
 
     def affirm(self, keys, Py_ssize_t space=0):
         return self.affirmed(list(keys), space)

@@ -5,9 +5,8 @@ across a copy or I/O, because callers fill and read the arena through the views 
 they hold. Ordinary outcomes (a miss, no room) are None or a count.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from .background import IoThreads
 from .disk.tier import DiskTier
@@ -151,18 +150,6 @@ class Store(StoreState):
                 return None
             self.stats.hits += 1
             return self._lease(entry) if entry.value is None else entry.value
-
-    def match(self, keys: Sequence[bytes], space: int = 0) -> int:
-        """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest: at
-        the latest when another block is stored, evicted or lent out of the arena."""
-        with self.lock:
-            run = list(filter(None, map(self._spaces[space].get, keys)))
-            if len(run) < len(keys) or len(self._expiries):
-                with self.now_ms.one_moment():  # a key named twice is there twice
-                    found = (self._visible(key, space) for key in keys)
-                    run = [entry for entry in takewhile(lambda entry: entry is not None, found) if entry is not None]
-            self._put_off(self._looked_up, run)
-            return len(run)
 
     # ---- telling of changes ------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 # cython: language_level=3, binding=False, nonecheck=True, wraparound=False, cdivision=True
-"""From bytes to replies for plain commands: GET, SET, MGET, MSET, EXISTS, DEL and PING as clients write them, from a
-client with nothing special about it.
+"""From bytes to replies for plain commands: GET, SET, MGET, MSET, EXISTS, DEL, KV.MATCH and PING as clients write them,
+from a client with nothing special about it.
 
 HotSession receives what has arrived, reads the commands where they lie in the scratch, does to the store what each
 says (storage/_core.pyx), and gathers the replies in one buffer; no Python runs for any of it. The first command that is
@@ -39,6 +39,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     ARGS_MAX = 1024
+    NAME_MAX = 8
     ARGS_QUICK = 16  # as registry.PLAIN_ARGS_MAX: what takes no time worth a look at the clock
     PLAIN_MAX = 16 * 1024  # arguments of a command that is split here for others, and bytes of each
     PAYLOAD_MIN = 16 * 1024
@@ -53,7 +54,7 @@ cdef enum:
     HEAD_BYTES = 512
 
 cdef enum Kind:
-    OTHER, GET, SET, MGET, MSET, EXISTS, DEL, PING
+    OTHER, GET, SET, MGET, MSET, EXISTS, DEL, MATCH, PING
 
 cdef enum Found:
     DONE  # the command has run
@@ -61,7 +62,7 @@ cdef enum Found:
     STRANGE  # it is not for this reader
     HALT  # it has run, or runs, and nothing more is to be run now
 
-cdef tuple NAMES = ("", "get", "set", "mget", "mset", "exists", "del", "ping")
+cdef tuple NAMES = ("", "get", "set", "mget", "mset", "exists", "del", "kv.match", "ping")
 
 NO_COMMANDS = iter(())
 cdef object no_commands = NO_COMMANDS
@@ -187,6 +188,9 @@ cdef Kind kind_of(const char *name, Py_ssize_t length) noexcept:
     elif length == 6:
         if memcmp(name, "EXISTS", 6) == 0 or memcmp(name, "exists", 6) == 0:
             return EXISTS
+    elif length == 8:
+        if memcmp(name, "KV.MATCH", 8) == 0 or memcmp(name, "kv.match", 8) == 0:
+            return MATCH
     return OTHER
 
 
@@ -217,7 +221,7 @@ cdef Found read_words(const char *at, const char *end, Words *words, Kind *kind)
         found = number_line(&at, end, 36, &length)
         if found != DONE:
             return found
-        if number == 0 and length > 6:
+        if number == 0 and length > NAME_MAX:
             return STRANGE
         if length >= PAYLOAD_MIN:
             if number == 0 or number % 2 or not (kind[0] == SET or kind[0] == MSET):
@@ -386,6 +390,17 @@ cdef int say_number(char mark, Py_ssize_t number) except -1:
     at -= 1
     line[at] = mark
     return say(line + at, 24 - at)
+
+
+cdef bint says(Py_ssize_t number, const char *lower, Py_ssize_t length) noexcept:
+    """Whether an argument behind the first is that word, in letters of either case."""
+    cdef Py_ssize_t at
+    if number < 2 or words.length[number] != length:
+        return False
+    for at in range(length):
+        if (words.at[number][at] | 32) != lower[at]:
+            return False
+    return True
 
 
 cdef inline bytes word(Py_ssize_t number):
@@ -730,6 +745,10 @@ cdef class HotSession:
                 say_number(58, entry is not None)
             else:
                 say_number(58, store.affirmed(words_from(1), self.space))
+        elif kind == MATCH:
+            if says(words.count - 2, b"wait", 4) or says(words.count - 1, b"expected", 8):
+                return STRANGE
+            say_number(58, store.matched(words_from(1), self.space))
         elif kind == DEL:
             say_number(58, store.deleted(words_from(1), self.space))
         else:

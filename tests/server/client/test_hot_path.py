@@ -1,5 +1,6 @@
 """What plain commands do natively is what they do by the rules: the same replies, figures and order of leaving."""
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,7 @@ def streams(seed: int) -> list[bytes]:
         lambda: request("EXISTS", *few()),
         lambda: request("exists", key()),
         lambda: request("DEL", *few()),
+        lambda: request(rng.choice(["KV.MATCH", "kv.match"]), *few()),
         lambda: request("PING"),
     ]
 
@@ -72,7 +74,10 @@ def streams(seed: int) -> list[bytes]:
         lambda: request("MULTI") + some() + request("EXEC"),
         lambda: request("CLIENT", "REPLY", "SKIP") + request("GET", key()) * 2,
         lambda: request("APPEND", key(), "more") + request("GETRANGE", key(), "1", "3"),
-        lambda: request("KV.MATCH", *few()),
+        lambda: request(
+            "KV.MATCH", *few(), *rng.choice([("WAIT", "1"), ("expected",), ("Wait",), ("EXPECTED", "WAIT", "x")])
+        ),
+        lambda: request("KV.MATCH") + request("KV.MATCH", "wait") + request("KV.MATCH", "expected", key()),
         lambda: b"PING\r\nEXISTS " + key() + b"\r\n",
         lambda: b"*0\r\n" + request("GET", key()),
     ]
@@ -88,17 +93,22 @@ async def story(folder: Path, seed: int) -> Seen:
     async with LiveServer(folder) as live:
         client = await live.connect()
         replies: list[bytes] = []
-        for number, stream in enumerate(streams(seed)):
-            stream += END
-            at = 0
-            while at < len(stream):
-                past = at + rng.choice([1, 7, 100, 5_000, 16_384, 100_000, 10**7])
-                await client.send_raw(stream[at:past])
-                at = past
+
+        async def read_all() -> None:
             while replies[-1:] != [b"the end\r\n"]:
                 replies.append(await client.read_line())
                 if replies[-1][:1] == b"$" and replies[-1] != b"$-1\r\n":
                     replies.append(await client.read(int(replies[-1][1:]) + 2))
+
+        for number, stream in enumerate(streams(seed)):
+            stream += END
+            at = 0
+            reading = asyncio.create_task(read_all())  # a client that does not read is served no further
+            while at < len(stream):
+                past = at + rng.choice([1, 7, 100, 5_000, 16_384, 100_000, 10**7])
+                await client.send_raw(stream[at:past])
+                at = past
+            await reading
             replies.append(b"and on")
             live.clock_ms += 500 * (number % 3)
         store = live.store
