@@ -464,6 +464,8 @@ class Admission:
     def _give_up(self, session: Client, silent_s: float) -> None:
         log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, silent_s)
         self.given_up += 1
+        self._receiving.pop(session, None)  # or it would be judged again before the loop tells of its end
+        self._signs.pop(session, None)
         session.close()
 
     def _wait_for_turn(self, session: Client, length: int) -> Blocked:

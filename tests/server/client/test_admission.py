@@ -243,6 +243,8 @@ async def test_a_client_that_was_silent_when_its_turn_came_has_a_second_while_ot
     await until(silent.done)
     at_time(live, 1001.0)
     at_time(live, 1032.0)  # the first is closed, and the silent one's turn comes
+    at_time(live, 1032.0)
+    assert live.server.admission.given_up == 1, "once, though the loop has not told of its end"
     await until(lambda: len(live.sessions()) == 2)
     session = live.sessions()[1]
     await until(lambda: session.is_receiving and not unread_bytes(session.fd))
