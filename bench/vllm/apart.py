@@ -432,7 +432,7 @@ def _notes(setting: PdSetting) -> Iterator[str]:
 def conclude(result: PdResult) -> None:
     """Fill in what follows from the samples."""
     tokens, chunk = int(result["options"]["prompt_tokens"]), int(result["options"]["chunk_tokens"])
-    most = result["options"]["hit_tokens"] = (tokens - 1) // chunk * chunk
+    most = result["options"]["hit_tokens"] = tokens // chunk * chunk  # vLLM counts the last one, which it computes
     for row in result["rows"]:
         samples = cast(Sequence[Sample], row["samples"])
         row |= summed(samples, ("single_ms", "prefill_ms", "to_single"), ("handover_ms", "total_ms"))

@@ -95,7 +95,8 @@ class ServedProcess:
             self._process.wait()
         if error is None:
             assert self._process.returncode == 0
-            assert json.loads(out)["complaints"] == []
+            complaints = json.loads(out)["complaints"]
+            assert complaints == [], complaints
 
     def _answer(self) -> State:
         assert self._process.stdout is not None

@@ -552,7 +552,7 @@ cdef class HotSession:
                     self.note_if_slow(words_from(0), clock_ns() - began_ns)
             if self._reply_bytes + out_bytes >= REPLY_HIGH:
                 self.send()
-                if self._paused:
+                if self._paused or self._transport is None or self._transport.is_closing():  # the client has hung up
                     found = HALT
         if calls:
             reader._gather_tries = 0
