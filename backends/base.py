@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
@@ -248,14 +249,17 @@ class Backend(Protocol):
 def reserve_each(
     reserve: Callable[[bytes, int], AnyReservation | None], keys: Sequence[bytes], length: int
 ) -> list[AnyReservation]:
-    """Backend.reserve_all by one `reserve` after the other."""
-    rooms = []
-    for key in keys:
-        room = reserve(key, length)
-        if room is None:
-            break
-        rooms.append(room)
-    return rooms
+    """Backend.reserve_all by one `reserve` after the other. What one of them raises leaves no room taken."""
+    with ExitStack() as undo:
+        rooms = []
+        for key in keys:
+            room = reserve(key, length)
+            if room is None:
+                break
+            undo.callback(room.abort)
+            rooms.append(room)
+        undo.pop_all()
+        return rooms
 
 
 logger = logging.getLogger(__name__)

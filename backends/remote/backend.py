@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import repeat
 from typing import Final
 
@@ -425,16 +425,16 @@ class RemoteBackend(RemoteBlocks):
     def reserve_all(self, keys: Sequence[bytes], length: int) -> list[base.Reservation]:
         if self._gpu is None or not self._home.is_here():
             return super().reserve_all(keys, length)
+        on_gpu, elsewhere = self._gpu.reserve(keys, length), super().reserve
         rooms: list[base.Reservation] = []
-        on_gpu = self._gpu.reserve(keys, length)
-        for key, room in zip(keys, on_gpu, strict=True):
-            elsewhere = super().reserve(key, length) if room is None else room
-            if elsewhere is None:
-                break
-            rooms.append(elsewhere)
-        for left in on_gpu[len(rooms) :]:
-            if left is not None:
-                left.abort()
+        with ExitStack() as undo:
+            for room in filter(None, on_gpu):
+                undo.callback(room.abort)
+            there = iter(on_gpu)
+            rooms += base.reserve_each(lambda key, nbytes: next(there) or elsewhere(key, nbytes), keys, length)
+            undo.pop_all()
+        for left in filter(None, on_gpu[len(rooms) :]):
+            left.abort()
         return rooms
 
     def flush(self) -> int:

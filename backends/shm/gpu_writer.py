@@ -7,11 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
 from kvredis.backends.resp.connection import Connection, Reply
-from kvredis.storage.errors import BackendError
+from kvredis.storage.errors import BackendError, DeviceError
 from kvredis.storage.memory.copy import View
 
 from .connection import AttachedConnection
@@ -60,7 +61,9 @@ class GpuReservation:
         self._end(COMMIT)
 
     def abort(self) -> None:
-        """Give the room back; after a commit it does nothing."""
+        """Give the room back; after a commit it does nothing. This thread writes to it no more."""
+        with suppress(DeviceError):  # what was written has come, or never will
+            self._memory.arena.settle()
         self._end(ABORT)
 
     def _end(self, command: bytes) -> None:

@@ -395,7 +395,7 @@ def kv_memory(worker: Any) -> list[Any]:
     """All KV memory of a worker, as vectors of integers."""
     import torch
 
-    storages = {cache.data_ptr(): cache.untyped_storage() for cache in worker.model_runner.kv_caches}
+    storages = {each.data_ptr(): each for each in (cache.untyped_storage() for cache in worker.model_runner.kv_caches)}
     return [torch.empty(0, dtype=torch.int16, device=each.device).set_(each) for each in storages.values()]
 
 

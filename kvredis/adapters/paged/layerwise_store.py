@@ -103,7 +103,7 @@ class LayerStores(MoverTask):
         count = min(self._context.backend.room(self._context.value_bytes(moves[0])), left) if left else 0
         wanted, refused = moves[present : present + count], 0
         while wanted and not refused:
-            together = alike(wanted, len(wanted))
+            together = alike(wanted)
             chunks = reserve(self._context, together)
             self._reserved += [(job, chunk) for chunk in chunks]
             refused = int(len(chunks) < len(together))  # what is behind a gap is worth nothing

@@ -76,10 +76,12 @@ def heads_of(leases: Sequence[Lease | None], *, is_locked: bool) -> list[memoryv
     on_gpu = [lease for lease in leases if isinstance(lease, GpuLease)]
     rooms = torch.empty((len(on_gpu), HEADER_BYTES_MAX), dtype=torch.uint8, pin_memory=is_locked and bool(on_gpu))
     heads = {id(lease): room.numpy().data[: lease.length] for lease, room in zip(on_gpu, rooms, strict=True)}
-    for lease in on_gpu:
-        lease.begin_read(heads[id(lease)])
-    for lease in on_gpu:
-        lease.settle()
+    try:
+        for lease in on_gpu:
+            lease.begin_read(heads[id(lease)])
+    finally:  # nothing is copied into memory that is another's by then
+        for lease in on_gpu:
+            lease.settle()
     return [heads.get(id(lease)) for lease in leases]
 
 

@@ -7,6 +7,7 @@ layer by layer. Both reserve a ReservedChunk for each, and commit it when its by
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import groupby, takewhile
 
 import torch
@@ -55,10 +56,10 @@ class ReservedChunk(ReservedBlock):
         super().abort()
 
 
-def alike(moves: Sequence[ChunkMove], most: int) -> Sequence[ChunkMove]:
-    """The first moves of one group whose chunks have as many pages as the first one's, `most` of them at most."""
+def alike(moves: Sequence[ChunkMove]) -> Sequence[ChunkMove]:
+    """The first moves of one group whose chunks have as many pages as the first one's."""
     wanted = len(moves[0].pages)
-    return list(takewhile(lambda move: len(move.pages) == wanted, moves[:most]))
+    return list(takewhile(lambda move: len(move.pages) == wanted, moves))
 
 
 def reserve(context: MoverContext, moves: Sequence[ChunkMove]) -> list[ReservedChunk]:
@@ -67,12 +68,17 @@ def reserve(context: MoverContext, moves: Sequence[ChunkMove]) -> list[ReservedC
     group, nbytes = context.groups[moves[0].group], context.value_bytes(moves[0])
     reservations = context.backend.reserve_all([move.key for move in moves], nbytes)
     chunks: list[ReservedChunk] = []
-    for move, reservation in zip(moves, reservations, strict=False):
-        chunk = ReservedChunk(context, move, reservation)
-        if chunk.is_on_gpu and not chunk.checksum.is_found_by(group.transfer, chunk.tensor):
-            chunk.abort()
-            break
-        chunks.append(chunk)
+    with ExitStack() as undo:
+        for reservation in reservations:
+            undo.callback(reservation.abort)
+        for move, reservation in zip(moves, reservations, strict=False):
+            chunk = ReservedChunk(context, move, reservation)
+            undo.callback(chunk.abort)
+            if chunk.is_on_gpu and not chunk.checksum.is_found_by(group.transfer, chunk.tensor):
+                chunk.abort()
+                break
+            chunks.append(chunk)
+        undo.pop_all()
     for reservation in reservations[len(chunks) :]:
         reservation.abort()
     return chunks
@@ -158,7 +164,7 @@ class ChunkStore(MoverTask):
     def _store_run(self, moves: Sequence[ChunkMove], order: PrefixOrder) -> None:
         at, nbytes = 0, self._context.value_bytes(moves[0])
         while at < len(moves) and not self._job.cancelled:
-            together = alike(moves[at:], max(self._piece_bytes // nbytes, 1))
+            together = alike(moves[at : at + max(self._piece_bytes // nbytes, 1)])
             chunks = reserve(self._context, together)
             self._next += chunks  # ours to give back from here on
             at += len(together)

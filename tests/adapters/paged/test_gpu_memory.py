@@ -15,14 +15,17 @@ import torch
 from kvredis.adapters.engine.block import checksum_of
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
 from kvredis.adapters.transfer.base import NO_ROW, Moving, Part, Sum
+from kvredis.adapters.transfer.checksum import Checksum
 from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.config.url import parse_url
 from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.remote.write_queue import WriteQueue
 from kvredis.backends.resp.connection import Connection
 from kvredis.backends.shm.gpu_writer import GpuReservation, GpuWriter
 from kvredis.backends.shm.leases import GpuLease
 from kvredis.storage.memory import cuda
+from kvredis.storage.memory.device_arena import DeviceArena
 from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, load_now, mover_on, moves_of, pages_in
 from tests.backends.conftest import ServerProcess, small_store, start_server
 from tests.backends.nodes import wait_until
@@ -223,6 +226,38 @@ def test_room_for_several_chunks_is_taken_on_the_gpu_and_in_host_memory_where_th
     for room in rooms[:3]:
         room.abort()
     assert figures(server)["reserved"] == 1 << 20
+
+
+def test_what_fails_while_room_is_taken_leaves_none_taken(
+    server: ServerProcess, opened: OpenBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = opened()
+
+    def fail(queue: object, key: bytes, length: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(WriteQueue, "reserve", fail)
+    with pytest.raises(MemoryError):
+        backend.reserve_all([b"%d" % number for number in range(6)], 1 << 20)  # the fifth goes to host memory
+    assert figures(server)["reserved"] == 0
+    monkeypatch.setattr(Checksum, "row_in", fail)
+    with mover_on(backend, PagedEngine(1, transfer=SummingTransfer)) as mover:
+        mover.store(StoreJob("r", MOVES, len(MOVES) * CHUNK))
+        assert mover.settle(WAIT_S)
+        assert mover.stats()["errors"] == 1
+    assert figures(server)["reserved"] == 0
+
+
+def test_room_is_given_back_when_what_was_written_to_it_has_come(
+    opened: OpenBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, told = opened().reserve(b"k", 1 << 15), []
+    assert isinstance(room, GpuReservation)
+    monkeypatch.setattr(DeviceArena, "settle", lambda arena: told.append("come"))
+    monkeypatch.setattr(GpuWriter, "end", lambda writer, command, number: told.append(command))
+    room.write(b"x")
+    room.abort()
+    assert told == ["come", b"KV.ABORT"]
 
 
 def test_a_gpu_that_is_full_leaves_the_rest_to_host_memory(server: ServerProcess, opened: OpenBackend) -> None:
