@@ -1,8 +1,8 @@
 """One load under way: bodies from one or several servers, each in the order of its own keys, handed out in the load's.
 
-Over a unix socket, and from a server that sends by several threads, bodies come over several connections at once
-(receive.py), as long as they come so quickly that it is copying that takes the time, and there is room for all
-of them before they come.
+Over a unix socket, and from a server that sends by several threads, bodies come over several connections at once, each
+into a thread of its own (receive.py), as long as they come so quickly that it is copying that takes the time, and there
+is room for all of them before they come.
 
 All waits of a load together are bounded (Patience). A server that lets the time pass without a body is lost; one that
 was merely too slow, or was given less time than usual, is not: what has not come from it is a miss, and nothing else.
@@ -27,18 +27,20 @@ from kvredis.storage.errors import BackendError
 
 from .pipeline import AHEAD_MIN, DRAIN_S, GetPipeline, ahead_for
 from .pool import Node
-from .receive import Body, Receiver, receive
+from .receive import Body, Receiver
 from .routing import HOPS_MAX, Hop, Routes
 
 OVER_S: Final = 0.001
 """Less than this is not worth a wait; timers are off by as much."""
 TOGETHER_BYTES_MIN: Final = 512 * 1024
 """Bodies of 256 KiB came no sooner with more threads: these want the interpreter's lock for each."""
-TURN_BYTES: Final = 8 * 1024 * 1024
-"""What a thread receives before the others are waited for: several bodies if they are shorter."""
-TOGETHER_S: Final = 0.02
-"""How long bodies that come at once may take: the first of them waits for the last. Where each takes as long it is the
-network that is slow, and more threads would not make it quicker."""
+AHEAD_OF_READER: Final = 2
+"""Bodies that each thread is given: one that comes while the reader is still at the one before it."""
+AHEAD_OF_READER_BYTES: Final = 8 * 1024 * 1024
+"""The same of short ones, of which a thread is given several at a time."""
+TOGETHER_S: Final = 0.05
+"""How long those take that are to come at once. Where a few take as long it is the network that is slow: more threads
+would not make it quicker, and when the time is up all that have come halfway are lost."""
 TOGETHER_SHARE: Final = 8
 """They may take an eighth of the memory, as readers and other loads need some too."""
 
@@ -81,9 +83,9 @@ class Stream:
         self.node = node
         self.pipelines: list[GetPipeline] = []
         self.keys: deque[bytes] = deque()
-        """Those of its keys that have not been received, in their order."""
+        """Those of its keys whose bodies are not `coming` yet, in their order."""
         self.coming: deque[Body] = deque()
-        """What is received next, or has been and is to be handed out."""
+        """What is on its way, or has come and is to be handed out."""
         self.bodies = 0
         self._keep = keep
         self._receivers: list[Receiver] = []
@@ -123,19 +125,19 @@ class Stream:
             pipeline.connection.set_timeout(patience.left_s)
             pipeline.ask(ahead)
 
-    def at_once(self, most: int, each: int) -> int:
-        """How many bodies, `most` at most, can be received together: there is a connection and a thread for each, or
-        for up to `each` that have been asked for."""
-        pipelines = len(self.pipelines)
-        if pipelines < 2 or not (self.pipelines[0].connection.is_local or self.pipelines[0].connection.io_threads > 1):
-            return 1  # over TCP one thread of the server is what takes the time, and more of ours only wake it up
-        most = min(
-            most, len(self.keys), pipelines * max(1, min(each, *(pipeline.asked for pipeline in self.pipelines)))
-        )
-        wanted = min(most, pipelines) - 1
-        if wanted > len(self._receivers):
-            self._receivers += self.node.borrow_receivers(wanted - len(self._receivers))
-        return max(1, most if wanted <= len(self._receivers) else 1 + len(self._receivers))
+    def has_threads(self) -> bool:
+        """Say whether there is a thread for each of several connections, and it makes bodies come sooner."""
+        if len(self.pipelines) < 2 or not (
+            self.pipelines[0].connection.is_local or self.pipelines[0].connection.io_threads > 1
+        ):
+            return False  # over TCP one thread of the server is what takes the time, and more of ours only wake it up
+        if not self._receivers:
+            borrowed = self.node.borrow_receivers(len(self.pipelines))
+            if len(borrowed) < len(self.pipelines):
+                self.node.bring_back_receivers(borrowed)
+            else:
+                self._receivers = borrowed
+        return bool(self._receivers)
 
     def at_hand(self, key: bytes) -> base.Lease | None:
         """A lease on the value of `key`, the stream's next, if one has come already."""
@@ -148,30 +150,36 @@ class Stream:
             self.bodies += 1
         return lease
 
-    def receive(self) -> None:
-        """Receive all that are `coming`, no more than at_once has allowed: the first here, the others beside it."""
-        began_s = time.monotonic()
-        if len(self.coming) == 1:
-            self.coming[0].receive(self.pipelines[self._turn % len(self.pipelines)])
-            self._turn += 1
-        else:
-            self._receive_beside(tuple(self.coming))
-        self.node.pace_s = (time.monotonic() - began_s) / len(self.coming)
+    def receive_here(self, body: Body) -> None:
+        """Receive the next body in this thread, while none is under way."""
+        self.coming.append(body)
+        body.receive(self.pipelines[self._turn % len(self.pipelines)])
+        self._turn += 1
+        body.has_come = True
 
-    def _receive_beside(self, bodies: Sequence[Body]) -> None:
+    def begin_beside(self, bodies: Sequence[Body], ahead: int, patience: Patience) -> None:
+        """Have the next bodies received by threads, each on the connection over which it has been asked for."""
+        self.coming.extend(bodies)
         count = len(self.pipelines)
-        pipelines = [self.pipelines[(self._turn + place) % count] for place in range(min(count, len(bodies)))]
-        shares = [bodies[place::count] for place in range(len(pipelines))]
-        self._turn += len(bodies)
-        beside = self._receivers[: len(pipelines) - 1]
-        for receiver, share, pipeline in zip(beside, shares[1:], pipelines[1:], strict=True):
-            receiver.begin(share, pipeline)
-        receive(shares[0], pipelines[0])
-        for body in shares[0]:
-            if body.error is not None and not isinstance(body.error, Exception):
-                raise body.error
-        for receiver in beside:
-            receiver.wait()
+        for body in bodies:
+            body.beside = min(len(self.coming), count)
+        first, self._turn = self._turn, self._turn + len(bodies)
+        for place in range(min(count, len(bodies))):
+            lane = (first + place) % count
+            self._receivers[lane].begin(bodies[place::count], self.pipelines[lane], ahead, patience.left_s)
+
+    def await_next(self, patience: Patience) -> None:
+        """Wait until the next of those that are `coming` has come, or failed. When the time is up, all on the way
+        have failed."""
+        body = self.coming[0]
+        if body.has_come:
+            return
+        self._was_fresh = patience.is_fresh
+        lane = (self._turn - len(self.coming)) % len(self.pipelines)
+        if not self._receivers[lane].wait_for(body, patience.left_s):
+            self._stop()
+            if body.error is not None:
+                body.error = BackendError("timed out waiting for a value")
 
     def give_up(self, error: BackendError | None) -> None:
         """Close the connections, as it is not known which bodies are still to come; with an error the server is
@@ -200,15 +208,22 @@ class Stream:
             self.node.bring_back_receivers(receivers)
 
     def _drop_coming(self) -> None:
-        """Give up what has been received. Where we were interrupted some is on its way still, and its memory is not
-        ours again before that has stopped: a caller who is interrupted here as well comes here once more."""
-        if any(receiver.is_busy for receiver in self._receivers):
-            for pipeline in self.pipelines:
-                pipeline.connection.interrupt()
-            for receiver in self._receivers:
-                receiver.wait()
+        """Give up what is on its way or has come."""
+        self._stop()
         while self.coming:
             self.coming.popleft().drop()
+
+    def _stop(self) -> None:
+        """Let nothing come any more. What has come in part is in memory that is not ours again before its thread has
+        stopped: a caller who is interrupted here comes here once more."""
+        for receiver in self._receivers:
+            receiver.forget()
+        busy = [lane for lane in zip(self._receivers, self.pipelines, strict=False) if lane[0].is_busy]
+        for _, pipeline in busy:
+            pipeline.connection.interrupt()
+        for receiver, pipeline in busy:
+            receiver.wait()
+            pipeline.connection.close()
 
 
 class Load:
@@ -292,7 +307,7 @@ class Load:
             self._fail(stream, error, is_hung=True)
 
     def _receive(self, stream: Stream, key: bytes, hop: Hop | None) -> base.Lease | Hop | None:
-        if not stream.coming and not self._fetch(stream, key, hop):
+        if not self._come(stream, key, hop):
             return None
         body = stream.coming.popleft()
         if body.error is not None:
@@ -311,50 +326,68 @@ class Load:
             return got  # the value where it lies, on the server
         assert body.room is not None
         self._length = stream.node.body_bytes = got
+        stream.node.pace_s = body.took_s / body.beside
         self._ahead = ahead_for(got, sum(len(each.pipelines) for each in self._streams.values()))
         lease = LentLease if isinstance(body.room, LentRoom) else RemoteLease
         return lease(body.room.view, body.room.commit if self._keep else body.room.abort)
 
-    def _fetch(self, stream: Stream, key: bytes, hop: Hop | None) -> bool:
-        """Receive the body of `key`, and those behind it that come at once; False when there is nothing to wait for."""
-        self.is_given_up |= self._patience.is_over
-        if self._patience.is_over or not stream.is_usable:
-            return False
+    def _come(self, stream: Stream, key: bytes, hop: Hop | None) -> bool:
+        """Wait until the body of `key` has come, or failed, and have those behind it come beside it; False when there
+        is nothing to wait for."""
         try:
             with self._patience:
-                stream.ask(self._ahead, self._patience)
-                if hop is not None:
-                    stream.pipelines[0].ask_aside(key, asking=hop.asking)
-                self._plan(stream, key)
-                stream.receive()
+                if not stream.coming:
+                    self.is_given_up |= self._patience.is_over
+                    if self._patience.is_over or not stream.is_usable:
+                        return False
+                    self._begin(stream, key, hop)
+                elif stream.keys:
+                    self._go_on(stream)
+                stream.await_next(self._patience)
         except BaseException as error:
             self._fail(stream, error, is_hung=stream.is_hung(is_silent=True))
             return False
         return True
 
-    def _plan(self, stream: Stream, key: bytes) -> None:
-        """Say which bodies come next. Of several each has its room before, the first of them first: else those behind
-        would take what it needs."""
-        stream.coming.append(Body(key, self._rooms))
-        at_once = 1
-        if self._length >= TOGETHER_BYTES_MIN and stream.keys:
-            at_once = stream.at_once(self._together(stream.node.pace_s), TURN_BYTES // self._length)
+    def _begin(self, stream: Stream, key: bytes, hop: Hop | None) -> None:
+        """Have the body of `key` come while none is under way: beside those behind it, or alone in this thread. Of
+        several each has its room before, the first of them first: else those behind would take what it needs."""
+        body = Body(key, self._rooms)
         if stream.keys:
             stream.keys.popleft()
-        if at_once < 2 or not stream.coming[0].reserve_ahead(self._length):
+        if stream.keys and self._together(stream) > 1 and stream.has_threads() and body.reserve_ahead(self._length):
+            stream.begin_beside((body, *self._ahead_of_reader(stream, 1)), self._ahead, self._patience)
             return
-        while len(stream.coming) < at_once:
+        stream.ask(self._ahead, self._patience)
+        if hop is not None:
+            stream.pipelines[0].ask_aside(key, asking=hop.asking)
+        stream.receive_here(body)
+
+    def _go_on(self, stream: Stream) -> None:
+        """Have more come behind those that are coming, once half of these have been handed out."""
+        under_way = len(stream.coming)
+        if under_way <= self._together(stream) // 2 and not self._patience.is_over:
+            stream.begin_beside(self._ahead_of_reader(stream, under_way), self._ahead, self._patience)
+
+    def _ahead_of_reader(self, stream: Stream, under_way: int) -> list[Body]:
+        """Take the next keys of a stream for which there are time and room beside so many."""
+        bodies: list[Body] = []
+        for _ in range(min(self._together(stream) - under_way, len(stream.keys))):
             body = Body(stream.keys[0], self._rooms)
             if not body.reserve_ahead(self._length):
                 break
-            stream.coming.append(body)
+            bodies.append(body)
             stream.keys.popleft()
+        return bodies
 
-    def _together(self, pace_s: float) -> int:
+    def _together(self, stream: Stream) -> int:
         """How many bodies like the last one may come at once: what there is time and memory for."""
+        if self._length < TOGETHER_BYTES_MIN:
+            return 1
         # Half of what is left: when the time is up all that are coming are lost.
-        in_time = min(TOGETHER_S, self._patience.left_s / 2) / max(pace_s, 1e-6)
-        return min(int(in_time), self._together_bytes // self._length)
+        in_time = min(TOGETHER_S, self._patience.left_s / 2) / max(stream.node.pace_s, 1e-6)
+        each = max(AHEAD_OF_READER, AHEAD_OF_READER_BYTES // self._length)
+        return min(int(in_time), self._together_bytes // self._length, each * len(stream.pipelines))
 
     def _fail(self, stream: Stream, error: BaseException, *, is_hung: bool) -> None:
         """End the stream after an error. When that is only that the time is up, the server is lost if it had the usual

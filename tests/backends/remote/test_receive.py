@@ -28,10 +28,16 @@ def receivers() -> int:
     return sum(thread.name == "kvredis receives" for thread in threading.enumerate())
 
 
+def connection() -> Any:
+    """Nothing, as far as a Body looks at it."""
+    return SimpleNamespace(timeout_s=1.0, bytes_in=0, set_timeout=lambda _: None)
+
+
 def test_a_receiver_that_has_not_been_told_of_its_work_is_not_waited_for_in_vain() -> None:
     receiver = Receiver()
-    lane: Any = SimpleNamespace(connection=SimpleNamespace(timeout_s=1.0))
-    receiver._given = (), lane  # as by a `begin` that was interrupted before it said so
+    lane: Any = SimpleNamespace(ask=lambda _: None, take=lambda _: None, connection=connection())
+    body = Body(b"key", AnyRooms(Store(Arena.create(MIB, HugepageMode.OFF))))
+    receiver._given.append((body, lane, 2, 1.0))  # as by a `begin` that was interrupted before it said so
     assert receiver.is_busy
     waiting = threading.Thread(target=receiver.wait)
     waiting.start()
@@ -48,10 +54,10 @@ def test_a_receiver_that_is_given_back_at_work_serves_no_other_load_and_ends_wit
         begun.set()
         may_end.wait(WAIT_S)
 
-    lane: Any = SimpleNamespace(take=take, connection=SimpleNamespace(timeout_s=1.0, bytes_in=0))
+    lane: Any = SimpleNamespace(ask=lambda _: None, take=take, connection=connection())
     node = Node(Link(Address(), 1.0), 4)
     (receiver,) = node.borrow_receivers(1)
-    receiver.begin([Body(b"key", AnyRooms(Store(Arena.create(MIB, HugepageMode.OFF))))], lane)
+    receiver.begin([Body(b"key", AnyRooms(Store(Arena.create(MIB, HugepageMode.OFF))))], lane, 2, 1.0)
     assert begun.wait(WAIT_S)
     node.bring_back_receivers([receiver])
     (other,) = node.borrow_receivers(1)
@@ -122,15 +128,14 @@ def test_a_receiver_that_fails_in_our_own_code_takes_the_next_bodies(error: type
 
     receiver, taken = Receiver(), threading.Event()
     rooms = AnyRooms(Store(Arena.create(MIB, HugepageMode.OFF)))
-    lane: Any = SimpleNamespace(
-        take=lambda _: None, connection=SimpleNamespace(timeout_s=1.0, bytes_in=0, set_timeout=broken)
-    )
+    lane: Any = SimpleNamespace(ask=lambda _: None, take=lambda _: None, connection=connection())
+    lane.connection.set_timeout = broken
     bodies = [Body(b"one", rooms), Body(b"two", rooms)]
-    receiver.begin(bodies, lane)
+    receiver.begin(bodies, lane, 2, 1.0)
     receiver.wait()
     assert isinstance(bodies[1].error, BackendError if error is SystemExit else error)
-    lane.take = take
-    receiver.begin([Body(b"three", rooms)], lane)
+    lane.take, lane.connection.set_timeout = take, lambda _: None
+    receiver.begin([Body(b"three", rooms)], lane, 2, 1.0)
     assert taken.wait(WAIT_S)
     receiver.wait()
     receiver.end()
@@ -143,8 +148,8 @@ def test_what_ends_a_thread_that_receives_does_not_end_the_one_that_loads() -> N
 
     receiver = Receiver()
     body = Body(b"key", AnyRooms(Store(Arena.create(MIB, HugepageMode.OFF))))
-    lane: Any = SimpleNamespace(take=take, connection=SimpleNamespace(timeout_s=1.0, bytes_in=0))
-    receiver.begin([body], lane)
+    lane: Any = SimpleNamespace(ask=lambda _: None, take=take, connection=connection())
+    receiver.begin([body], lane, 2, 1.0)
     receiver.wait()
     assert isinstance(body.error, BackendError)
     receiver.end()

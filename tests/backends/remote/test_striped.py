@@ -3,6 +3,7 @@
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -35,12 +36,14 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Relay:
-    """Sends the body of an odd key, or of an even one, only when the one behind it, on the other connection, has been
+    """Sends the body of an odd key, or of an even one, only when one behind it, on the other connection, has been
     taken. Its bodies are longer than a unix socket holds, so what is sent to the end has been received by a thread."""
 
     def __init__(self, path: Path) -> None:
         self.waits = 1
         """The remainder by two of the keys that wait."""
+        self.behind = 1
+        """How far behind the key is that they wait for."""
         self.taken = [threading.Event() for _ in range(100)]
         self.halfway = threading.Event()
         self.lengths: dict[int, int] = {}
@@ -92,8 +95,8 @@ class Relay:
                     client.sendall(said)
 
     def _send(self, client: socket.socket, number: int) -> None:
-        if number % 2 == self.waits and number < len(KEYS) - 1:
-            self.taken[number + 1].wait(WAIT_S)
+        if number % 2 == self.waits and number + self.behind < len(KEYS):
+            self.taken[number + self.behind].wait(WAIT_S)
         if self.lengths.get(number) == 0:
             client.sendall(b"$%d\r\n%b" % (MIB, bytes(MIB // 2)))
             self.halfway.set()
@@ -130,19 +133,28 @@ def read_all(relay: Relay, backend: RemoteBackend) -> None:
             assert lease.view == relay.body(number)
 
 
-@pytest.mark.parametrize("turn_bytes", [MIB, 8 * MIB], ids=["one for each thread", "several for each thread"])
+@pytest.mark.parametrize("ahead_bytes", [MIB, 8 * MIB], ids=["two for each thread", "several for each thread"])
 def test_bodies_of_a_load_are_received_at_the_same_time(
-    tmp_path: Path, turn_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_load, "TURN_BYTES", turn_bytes)
+    monkeypatch.setattr(remote_load, "AHEAD_OF_READER_BYTES", ahead_bytes)
     with connected(tmp_path, 64 * MIB) as (relay, backend, _):
         read_all(relay, backend)
-        assert receivers() == 1, "which stays for the next load"
+        assert receivers() == 2, "which stay for the next load"
         for event in relay.taken:
             event.clear()
         relay.waits = 0  # the next load knows from the beginning how long bodies are, and its first is not alone
         read_all(relay, backend)
-        assert receivers() == 1
+        assert receivers() == 2
+
+
+def test_a_connection_that_is_slower_keeps_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_load, "AHEAD_OF_READER_BYTES", MIB)
+    with connected(tmp_path, 64 * MIB) as (relay, backend, _):
+        relay.behind = 3  # two bodies of the other connection come before one of this
+        began_s = time.monotonic()
+        read_all(relay, backend)
+        assert time.monotonic() - began_s < WAIT_S
 
 
 def test_a_reader_that_leaves_gives_back_what_was_received_ahead_of_it(tmp_path: Path) -> None:
@@ -224,7 +236,7 @@ def test_without_another_thread_one_comes_at_a_time(tmp_path: Path, monkeypatch:
 def test_when_one_connection_breaks_what_had_come_before_it_is_given_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_load, "TURN_BYTES", MIB)
+    monkeypatch.setattr(remote_load, "AHEAD_OF_READER_BYTES", MIB)
     with connected(tmp_path, 64 * MIB) as (relay, backend, _):
         got = []
         for number, lease in enumerate(backend.load(KEYS)):
@@ -256,7 +268,7 @@ def test_a_body_that_stops_halfway_beside_others_is_a_miss_within_the_time_given
 def test_an_interrupt_while_bodies_come_stops_all_of_them_before_their_memory_is_given_back(tmp_path: Path) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
         relay.send_at_once()
-        relay.lengths = {1: 0, 2: 0}  # one in this thread, one beside it
+        relay.lengths = {1: 0, 2: 0}  # on both connections
 
         def interrupt() -> None:
             assert relay.halfway.wait(WAIT_S)
@@ -282,24 +294,32 @@ def test_a_load_interrupted_again_while_it_waits_for_its_receivers_still_waits_b
     tmp_path: Path, interrupts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, receiving, dropped = [interrupts], set[Body](), list[bool]()
-    wait, receive, drop = Receiver.wait, Body.receive, Body.drop
+    wait, wait_for, receive, drop = Receiver.wait, Receiver.wait_for, Body.receive, Body.drop
 
-    def interrupted(receiver: Receiver) -> None:
+    def interrupt() -> None:
         if left[0]:
             left[0] -= 1
             assert relay.halfway.wait(WAIT_S)
             raise KeyboardInterrupt
+
+    def interrupted_for_one(receiver: Receiver, body: Body, timeout_s: float) -> bool:
+        interrupt()
+        return wait_for(receiver, body, timeout_s)
+
+    def interrupted(receiver: Receiver) -> None:
+        interrupt()
         wait(receiver)
 
-    def watched(body: Body, lane: GetPipeline, within_s: float | None = None) -> None:
+    def watched(body: Body, lane: GetPipeline, ahead: int = 0, within_s: float | None = None) -> None:
         receiving.add(body)
-        receive(body, lane, within_s)
+        receive(body, lane, ahead, within_s)
         receiving.remove(body)
 
     def noted(body: Body) -> None:
         dropped.append(body in receiving)
         drop(body)
 
+    monkeypatch.setattr(Receiver, "wait_for", interrupted_for_one)
     monkeypatch.setattr(Receiver, "wait", interrupted)
     monkeypatch.setattr(Body, "receive", watched)
     monkeypatch.setattr(Body, "drop", noted)

@@ -33,7 +33,7 @@ def filled(server: ServerProcess) -> Address:
 
 @pytest.mark.parametrize(
     ("threads", "connections", "lanes"),
-    [(1, None, 1), (2, None, 2), (3, None, 3), (4, None, 4), (8, None, 4), (4, 2, 2), (4, 6, 6), (1, 6, 1)],
+    [(1, None, 1), (2, None, 2), (3, None, 3), (4, None, 4), (8, None, 8), (4, 2, 2), (4, 6, 6), (1, 6, 1)],
 )
 def test_a_load_uses_as_many_connections_as_the_server_has_threads(
     threads: int, connections: int | None, lanes: int, server_of: StartServer
