@@ -38,14 +38,18 @@ cdef class Lock:
 
 cdef class Holes:
     cdef public Py_ssize_t capacity_bytes, free_bytes
-    cdef public dict _by_start, _by_end
-    cdef public list _by_length
-    cdef Py_ssize_t place_of(self, Py_ssize_t length, Py_ssize_t offset) except -1
+    cdef unsigned long long *by_start
+    cdef unsigned long long *by_length
+    cdef Py_ssize_t count, room
+    cdef void enter(self, unsigned long long *holes, Py_ssize_t at, unsigned long long hole) noexcept
+    cdef void drop(self, unsigned long long *holes, Py_ssize_t at) noexcept
+    cdef int replace_length(self, unsigned long long was, unsigned long long becomes) except -1
+    cdef int insert(self, unsigned long long start, unsigned long long length, Py_ssize_t at) except -1
+    cdef int lose(self, Py_ssize_t at) except -1
+    cdef int change(self, Py_ssize_t at, unsigned long long start, unsigned long long length) except -1
     cdef object take(self, Py_ssize_t length)
+    cdef int cut(self, Py_ssize_t at, unsigned long long start, unsigned long long length) except -1
     cdef int give(self, object extent) except -1
-    cdef int cut(self, Py_ssize_t hole_start, Py_ssize_t hole_length, Py_ssize_t start, Py_ssize_t length) except -1
-    cdef int add(self, Py_ssize_t start, Py_ssize_t end) except -1
-    cdef int forget_length(self, Py_ssize_t start, Py_ssize_t end) except -1
 
 
 cdef class Entry:
@@ -90,6 +94,7 @@ cdef class LeaseRun:
 
 cdef class OneOrder:
     cdef public object _order, touch
+    cdef bint is_plain
 
 
 cdef class Index:
@@ -120,6 +125,8 @@ cdef class StoreCore:
     cdef Lock guard
     cdef double now(self) except? -1
     cdef int touch(self, Entry entry) except -1
+    cdef int admit(self, object policy, Entry entry) except -1
+    cdef int forget(self, object policy, Entry entry) except -1
     cdef Entry visible(self, object key, Py_ssize_t space)
     cdef Entry used(self, object key, Py_ssize_t space)
     cdef Lease lent(self, Entry entry)
@@ -131,8 +138,15 @@ cdef class StoreCore:
     cdef int removed(self, Entry entry, str why) except -1
     cdef int retired(self, Entry entry, Entry successor) except -1
     cdef object fetched(self, object key, Py_ssize_t space)
+    cdef object room_for(self, Py_ssize_t length, bint drop, Py_ssize_t spare)
     cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare)
     cdef bint committed(self, Reservation reservation, long long expire_at_ms) except -1
+    cdef int seen(
+        self, Entry entry, long long tokens, Py_ssize_t space, long long expire_at_ms, double made_s
+    ) except -1
+    cdef bint placed(
+        self, bytes key, const char *value, Py_ssize_t length, Py_ssize_t space, long long expire_at_ms
+    ) except -1
     cdef int aborted(self, Reservation reservation) except -1
     cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1
     cdef Py_ssize_t deleted(self, object keys, Py_ssize_t space) except -1

@@ -106,25 +106,35 @@ class Lock:
     ) -> None: ...
 
 class Holes:
-    """The free holes of an arena: boundary tags by first byte and past the end, and the lengths in order."""
+    """The free holes of an arena, in the order of their addresses and in that of their lengths."""
 
     capacity_bytes: int
     free_bytes: int
-    _by_start: dict[int, int]
-    _by_end: dict[int, int]
-    _by_length: list[tuple[int, int]]
-
     def __init__(self, capacity_bytes: int) -> None: ...
     def allocate(self, length: int) -> Extent | None:
         """Take `length` bytes (a multiple of GRAIN_BYTES) from the tightest hole; None when no hole is long enough."""
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back; it joins the holes on both sides at once."""
+        """Give an extent back; it joins the holes on both sides at once. AssertionError when it was free."""
 
-    def _cut(self, hole_start: int, hole_length: int, start: int, length: int) -> None:
-        """Take [start, start+length) out of a hole that is no longer in _by_length; what is left stays free."""
+    def allocate_at(self, extent: Extent) -> None:
+        """Take exactly `extent`, which must lie inside one hole, else ValueError: the end of what `window` began."""
 
-    def _forget_length(self, start: int, end: int) -> None: ...
+    def past(self, start: int) -> int | None:
+        """Past the end of the hole that begins there; None: none does."""
+
+    def start(self, past: int) -> int | None:
+        """Where the hole begins that ends there; None: none does."""
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First byte and past the end of every free hole, by address."""
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Length and first byte of every free hole, the shortest first, those of one length by address."""
+
+    @property
+    def longest_bytes(self) -> int:
+        """The longest hole; 0 when there is none."""
 
 class Entry:
     """One block: `key` in `database`, `length` bytes in `value`, else in `extent`, else in `record` on disk."""

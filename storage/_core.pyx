@@ -15,7 +15,10 @@ from contextlib import suppress
 from time import monotonic
 
 cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_DelItem, PyDict_SetItem
+from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pythread cimport (
     NOWAIT_LOCK,
@@ -26,6 +29,8 @@ from cpython.pythread cimport (
     PyThread_release_lock,
 )
 from cpython.ref cimport Py_INCREF
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy, memmove
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from .database import SPACES, Database, unplaced
@@ -37,6 +42,7 @@ cdef extern from "Python.h":
     object PyType_GenericAlloc(PyTypeObject *, Py_ssize_t)
     void PyTuple_SET_ITEM(object, Py_ssize_t, object)
     Py_buffer *PyMemoryView_GET_BUFFER(object)
+    int PyBUF_READ
 
 cdef enum:
     INLINE_MAX = 16 * 1024
@@ -46,6 +52,7 @@ cdef enum:
     BUCKET_COUNT = 1024
     LOOKED_AT = 512
     TIMED_MIN = 256 * 1024
+    HALF = 0xFFFFFFFF  # of a pair of grains in one number
     LONG_AGO = 1
 
 INLINE_BYTES_MAX = INLINE_MAX
@@ -181,75 +188,118 @@ cdef class Lock:
 
 
 cdef class Holes:
-    """The free holes of an arena: what memory/allocator.py says of taking and giving back, and of nothing else."""
+    """The free holes of an arena: what memory/allocator.py says of taking and giving back, and of nothing else.
+
+    Two arrays of the same holes, each in order, a number each: where a hole begins above how long it is, and how long
+    it is above where it begins, in grains. The first knows a hole's neighbours, the second the tightest hole.
+    """
 
     def __init__(self, Py_ssize_t capacity_bytes):
+        if capacity_bytes // GRAIN > HALF:
+            raise ValueError(f"an arena has at most {HALF * GRAIN} bytes, not {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
-        self.free_bytes = 0
-        self._by_start = {}
-        self._by_end = {}
-        self._by_length = []
+        self.free_bytes = self.count = self.room = 0
 
-    cdef Py_ssize_t place_of(self, Py_ssize_t length, Py_ssize_t offset) except -1:
-        """Where (length, offset) stands in `_by_length`, or would."""
-        cdef list holes = self._by_length
-        cdef Py_ssize_t low = 0, high = len(holes), middle, here
-        cdef object hole
-        while low < high:
-            middle = (low + high) // 2
-            hole = holes[middle]
-            here = offset_of(hole)
-            if here < length or (here == length and length_of(hole) < offset):
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def __dealloc__(self):
+        free(self.by_start)
+        free(self.by_length)
+
+    cdef void enter(self, unsigned long long *holes, Py_ssize_t at, unsigned long long hole) noexcept:
+        memmove(holes + at + 1, holes + at, (self.count - at) * sizeof(hole))
+        holes[at] = hole
+
+    cdef void drop(self, unsigned long long *holes, Py_ssize_t at) noexcept:
+        memmove(holes + at, holes + at + 1, (self.count - at - 1) * sizeof(unsigned long long))
+
+    cdef int replace_length(self, unsigned long long was, unsigned long long becomes) except -1:
+        """Let a hole have another length or beginning in the array that is ordered by length."""
+        cdef Py_ssize_t old = first_from(self.by_length, self.count, was)
+        cdef Py_ssize_t new = first_from(self.by_length, self.count, becomes)
+        if new > old:
+            new -= 1
+            memmove(self.by_length + old, self.by_length + old + 1, (new - old) * sizeof(was))
+        else:
+            memmove(self.by_length + new + 1, self.by_length + new, (old - new) * sizeof(was))
+        self.by_length[new] = becomes
+        return 0
+
+    cdef int insert(self, unsigned long long start, unsigned long long length, Py_ssize_t at) except -1:
+        """Have one hole more, at that place of those in the order of their addresses."""
+        cdef Py_ssize_t wanted = max(2 * self.room, <Py_ssize_t> 64)
+        if self.count == self.room:
+            # Both before anything is changed.
+            more = <unsigned long long *> realloc(self.by_start, wanted * sizeof(start))
+            if more == NULL:
+                raise MemoryError
+            self.by_start = more
+            more = <unsigned long long *> realloc(self.by_length, wanted * sizeof(start))
+            if more == NULL:
+                raise MemoryError
+            self.by_length, self.room = more, wanted
+        self.enter(self.by_start, at, pair(start, length))
+        self.enter(self.by_length, first_from(self.by_length, self.count, pair(length, start)), pair(length, start))
+        self.count += 1
+        return 0
+
+    cdef int lose(self, Py_ssize_t at) except -1:
+        """Have the hole at that place no more."""
+        self.drop(self.by_length, first_from(self.by_length, self.count, turned(self.by_start[at])))
+        self.drop(self.by_start, at)
+        self.count -= 1
+        return 0
+
+    cdef int change(self, Py_ssize_t at, unsigned long long start, unsigned long long length) except -1:
+        """Let the hole at that place be where it stays between the same neighbours."""
+        self.replace_length(turned(self.by_start[at]), pair(length, start))
+        self.by_start[at] = pair(start, length)
+        return 0
 
     cdef object take(self, Py_ssize_t length):
-        cdef Py_ssize_t at = self.place_of(length, 0), hole_length, offset
-        if at == len(self._by_length):
+        cdef unsigned long long wanted = length // GRAIN
+        cdef Py_ssize_t at = first_from(self.by_length, self.count, wanted << 32)
+        cdef unsigned long long hole
+        if at == self.count:
             return None
-        hole_length, offset = self._by_length.pop(at)
-        self.cut(offset, hole_length, offset, length)
-        return extent_at(offset, length)
+        hole = turned(self.by_length[at])
+        self.cut(first_from(self.by_start, self.count, hole), hole >> 32, wanted)
+        return extent_at((hole >> 32) * GRAIN, length)
+
+    cdef int cut(self, Py_ssize_t at, unsigned long long start, unsigned long long length) except -1:
+        """Take grains out of the hole at that place, which has them."""
+        cdef unsigned long long first = self.by_start[at] >> 32, past = first + (self.by_start[at] & HALF)
+        if start + length < past:
+            if start == first:
+                self.change(at, start + length, past - start - length)
+            else:
+                self.insert(start + length, past - start - length, at + 1)
+                self.change(at, first, start - first)
+        elif start > first:
+            self.change(at, first, start - first)
+        else:
+            self.lose(at)
+        self.free_bytes -= length * GRAIN
+        return 0
 
     cdef int give(self, object extent) except -1:
-        cdef Py_ssize_t start = offset_of(extent), length = length_of(extent), end = start + length, other
-        self.free_bytes += length
-        left = self._by_end.pop(start, None)
-        if left is not None:
-            other = left
-            self.forget_length(other, start)
-            start = other
-        right = self._by_start.pop(end, None)
-        if right is not None:
-            del self._by_end[right]
-            other = right
-            self.forget_length(end, other)
-            end = other
-        self.add(start, end)
-        return 0
-
-    cdef int cut(self, Py_ssize_t hole_start, Py_ssize_t hole_length, Py_ssize_t start, Py_ssize_t length) except -1:
-        cdef Py_ssize_t hole_end = hole_start + hole_length
-        del self._by_start[hole_start]
-        del self._by_end[hole_end]
-        self.free_bytes -= length
-        if start > hole_start:
-            self.add(hole_start, start)
-        if start + length < hole_end:
-            self.add(start + length, hole_end)
-        return 0
-
-    cdef int add(self, Py_ssize_t start, Py_ssize_t end) except -1:
-        first, past = start, end
-        self._by_start[first] = past
-        self._by_end[past] = first
-        self._by_length.insert(self.place_of(end - start, start), (end - start, first))
-        return 0
-
-    cdef int forget_length(self, Py_ssize_t start, Py_ssize_t end) except -1:
-        del self._by_length[self.place_of(end - start, start)]
+        cdef Py_ssize_t at, nbytes = length_of(extent)
+        cdef unsigned long long start, length, left = 0
+        assert offset_of(extent) >= 0 and nbytes > 0 and offset_of(extent) + nbytes <= self.capacity_bytes, extent
+        start, length = offset_of(extent) // GRAIN, nbytes // GRAIN
+        at = first_from(self.by_start, self.count, start << 32)
+        if at:
+            left = self.by_start[at - 1]
+            assert (left >> 32) + (left & HALF) <= start, f"{extent} was free"
+        assert at == self.count or start + length <= self.by_start[at] >> 32, f"{extent} was free"
+        if at and (left >> 32) + (left & HALF) == start:
+            if at < self.count and start + length == self.by_start[at] >> 32:
+                length += self.by_start[at] & HALF
+                self.lose(at)
+            self.change(at - 1, left >> 32, (left & HALF) + length)
+        elif at < self.count and start + length == self.by_start[at] >> 32:
+            self.change(at, start, length + (self.by_start[at] & HALF))
+        else:
+            self.insert(start, length, at)
+        self.free_bytes += nbytes
         return 0
 
     def allocate(self, Py_ssize_t length):
@@ -258,11 +308,79 @@ cdef class Holes:
     def free(self, extent):
         self.give(extent)
 
-    def _cut(self, hole_start, hole_length, start, length):
-        self.cut(hole_start, hole_length, start, length)
+    def allocate_at(self, extent):
+        cdef Py_ssize_t at, nbytes = length_of(extent)
+        cdef unsigned long long start, length, hole
+        if offset_of(extent) >= 0 and nbytes > 0 and offset_of(extent) + nbytes <= self.capacity_bytes:
+            start, length = offset_of(extent) // GRAIN, nbytes // GRAIN
+            at = first_from(self.by_start, self.count, (start << 32) | HALF)  # behind the hole that has it, if any has
+            if at < self.count and self.by_start[at] >> 32 == start:
+                at += 1
+            if at:
+                hole = self.by_start[at - 1]
+                if start + length <= (hole >> 32) + (hole & HALF):
+                    self.cut(at - 1, start, length)
+                    return
+        raise ValueError(f"{extent} is not free")
 
-    def _forget_length(self, start, end):
-        self.forget_length(start, end)
+    def past(self, Py_ssize_t start):
+        cdef Py_ssize_t at
+        if 0 <= start < self.capacity_bytes:
+            at = first_from(self.by_start, self.count, <unsigned long long> (start // GRAIN) << 32)
+            if at < self.count and <Py_ssize_t> (self.by_start[at] >> 32) * GRAIN == start:
+                return start + <Py_ssize_t> (self.by_start[at] & HALF) * GRAIN
+        return None
+
+    def start(self, Py_ssize_t past):
+        cdef Py_ssize_t at
+        cdef unsigned long long hole
+        if 0 < past <= self.capacity_bytes:
+            at = first_from(self.by_start, self.count, <unsigned long long> (past // GRAIN) << 32)
+            if at:
+                hole = self.by_start[at - 1]
+                if <Py_ssize_t> ((hole >> 32) + (hole & HALF)) * GRAIN == past:
+                    return <Py_ssize_t> (hole >> 32) * GRAIN
+        return None
+
+    def spans(self):
+        cdef Py_ssize_t at
+        cdef unsigned long long hole
+        found = []
+        for at in range(self.count):
+            hole = self.by_start[at]
+            found.append(((hole >> 32) * GRAIN, ((hole >> 32) + (hole & HALF)) * GRAIN))
+        return found
+
+    def lengths(self):
+        cdef Py_ssize_t at
+        found = []
+        for at in range(self.count):
+            found.append(((self.by_length[at] >> 32) * GRAIN, (self.by_length[at] & HALF) * GRAIN))
+        return found
+
+    @property
+    def longest_bytes(self):
+        return (self.by_length[self.count - 1] >> 32) * GRAIN if self.count else 0
+
+
+cdef inline unsigned long long pair(unsigned long long high, unsigned long long low) noexcept:
+    return high << 32 | low
+
+
+cdef inline unsigned long long turned(unsigned long long hole) noexcept:
+    return hole << 32 | hole >> 32
+
+
+cdef Py_ssize_t first_from(const unsigned long long *holes, Py_ssize_t count, unsigned long long least) noexcept:
+    """The place of the first that is `least` or more, else `count`."""
+    cdef Py_ssize_t low = 0, middle
+    while low < count:
+        middle = (low + count) // 2
+        if holes[middle] < least:
+            low = middle + 1
+        else:
+            count = middle
+    return low
 
 
 # ---- entries and holds -----------------------------------------------------------------------------------------------
@@ -446,6 +564,7 @@ cdef class OneOrder:
 
     def __init__(self):
         self._order = OrderedDict()
+        self.is_plain = type(self).admit is OneOrder.admit and type(self).forget is OneOrder.forget
 
     def admit(self, entry):
         self._order[entry] = None
@@ -584,6 +703,22 @@ cdef class StoreCore:
             policy.touch(entry)
         return 0
 
+    cdef int admit(self, object policy, Entry entry) except -1:
+        """Let the order of eviction have an entry."""
+        if isinstance(policy, OneOrder) and (<OneOrder> policy).is_plain:
+            (<OneOrder> policy)._order[entry] = None
+        else:
+            policy.admit(entry)
+        return 0
+
+    cdef int forget(self, object policy, Entry entry) except -1:
+        """Take an entry from the order of eviction."""
+        if isinstance(policy, OneOrder) and (<OneOrder> policy).is_plain:
+            del (<OneOrder> policy)._order[entry]
+        else:
+            policy.forget(entry)
+        return 0
+
     # ---- with the lock held ------------------------------------------------------------------------------------------
 
     cdef Entry visible(self, object key, Py_ssize_t space):
@@ -664,9 +799,9 @@ cdef class StoreCore:
             self.retired(old, entry)
             self.stats.overwritten += 1
         if entry.value is not None:
-            self.inline_policy.admit(entry)
+            self.admit(self.inline_policy, entry)
         elif entry.extent is not nowhere:
-            self.policy.admit(entry)
+            self.admit(self.policy, entry)
         else:
             self.away += 1  # it is on the GPU
         if expire_at_ms:
@@ -708,10 +843,10 @@ cdef class StoreCore:
             self.away -= 1
             return 0
         if entry.value is not None:
-            self.inline_policy.forget(entry)
+            self.forget(self.inline_policy, entry)
             self.inline_bytes -= entry.cost()
             return 0
-        self.policy.forget(entry)
+        self.forget(self.policy, entry)
         self.live_bytes -= length_of(entry.extent)
         if entry.leases:
             self.retired_bytes += length_of(entry.extent)
@@ -775,12 +910,10 @@ cdef class StoreCore:
         finally:
             self.guard.give()
 
-    cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare):
-        cdef Reservation reservation
-        cdef Py_ssize_t start
+    cdef object room_for(self, Py_ssize_t length, bint drop, Py_ssize_t spare):
+        """An extent for a block of `length` bytes, or with `spare` more; None, and nothing has changed, when there is
+        none."""
         extent = None
-        if length < INLINE_MAX:
-            return Reservation(self, key, space, memoryview(bytearray(length + SLACK)), nowhere)
         if self.holders:
             self.end_holds()
         self.guard.take()
@@ -799,6 +932,14 @@ cdef class StoreCore:
             self.guard.give()
         if self.tiering is not None:
             self.tiering.make_room(extent_bytes(length), urgent=extent is None)
+        return extent
+
+    cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare):
+        cdef Reservation reservation
+        cdef Py_ssize_t start
+        if length < INLINE_MAX:
+            return Reservation(self, key, space, memoryview(bytearray(length + SLACK)), nowhere)
+        extent = self.room_for(length, drop, spare)
         if extent is None:
             return None
         reservation = Reservation.__new__(Reservation)
@@ -811,27 +952,55 @@ cdef class StoreCore:
         return reservation
 
     cdef bint committed(self, Reservation reservation, long long expire_at_ms) except -1:
-        cdef Entry entry
         cdef Py_buffer *bytes_there
+        cdef long long tokens = 0
         if reservation.extent is nowhere:
             # Inline values are bytes objects, which readers can share without a hold: a copy of under 16 KiB.
             return self.stored(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
-        entry = new_entry(reservation.key, reservation.length, reservation.extent, None)
-        entry.database = unplaced(reservation.space)
         bytes_there = PyMemoryView_GET_BUFFER(reservation.view_with_slack)
         if bytes_there.len >= LOOKED_AT and (<const char *> bytes_there.buf)[8] == c"{":
-            entry.tokens = tokens_of(reservation.view_with_slack)
+            tokens = tokens_of(reservation.view_with_slack)
+        self.seen(
+            new_entry(reservation.key, reservation.length, reservation.extent, None),
+            tokens, reservation.space, expire_at_ms, reservation.made_s,
+        )
+        return True
+
+    cdef int seen(
+        self, Entry entry, long long tokens, Py_ssize_t space, long long expire_at_ms, double made_s
+    ) except -1:
+        """Make a block visible whose bytes are where `room_for` has given room, since `made_s` if that is to be
+        counted."""
+        entry.tokens = tokens
         self.guard.take()
         try:
+            entry.database = self.index.databases[space]
             self.reserved_bytes -= length_of(entry.extent)
             self.live_bytes += length_of(entry.extent)
             self.published(entry, expire_at_ms)
-            if reservation.made_s:
-                self.stats.receiving.add(entry.created_s - reservation.made_s)
+            if made_s:
+                self.stats.receiving.add(entry.created_s - made_s)
         finally:
             self.guard.give()
         if not self.keep and self.tiering is not None:
             self.tiering.spill([entry])
+        return 0
+
+    cdef bint placed(
+        self, bytes key, const char *value, Py_ssize_t length, Py_ssize_t space, long long expire_at_ms
+    ) except -1:
+        """`put` of a value that belongs into the arena, by one copy."""
+        cdef Py_buffer memory
+        cdef long long tokens = 0
+        extent = self.room_for(length, True, 0)
+        if extent is None:
+            return False
+        PyObject_GetBuffer(self._memory, &memory, PyBUF_SIMPLE)  # ValueError when the store is closed
+        memcpy(<char *> memory.buf + offset_of(extent) + PAYLOAD_OFFSET, value, length)
+        PyBuffer_Release(&memory)
+        if value[8] == c"{":
+            tokens = tokens_of(PyMemoryView_FromMemory(<char *> value, length, PyBUF_READ))
+        self.seen(new_entry(key, length, extent, None), tokens, space, expire_at_ms, 0.0)
         return True
 
     cdef int aborted(self, Reservation reservation) except -1:
@@ -848,13 +1017,8 @@ cdef class StoreCore:
     cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1:
         """`put`."""
         cdef Entry entry
-        cdef Reservation reservation
         if len(value) >= INLINE_MAX:
-            reservation = self.reserved(key, len(value), space, True, 0)
-            if reservation is None:
-                return False
-            reservation.view[:] = value  # the bytes arrived in an object of the caller's, so this copy cannot be spared
-            return reservation.publish(expire_at_ms)
+            return self.placed(key, PyBytes_AS_STRING(value), len(value), space, expire_at_ms)
         self.guard.take()
         try:
             entry = self.index.find(key, space)
@@ -879,7 +1043,7 @@ cdef class StoreCore:
                     self.journal.append(("set", key, space))
             else:
                 entry = new_entry(key, len(value), nowhere, value)
-                entry.database = unplaced(space)
+                entry.database = self.index.databases[space]
                 self.inline_bytes += entry.cost()
                 self.published(entry, expire_at_ms)
             if self.inline_bytes > self.inline_bytes_high:

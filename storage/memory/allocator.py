@@ -4,7 +4,7 @@ Values are contiguous, of any length, and a cache is always full, so the questio
 "which neighbours should leave so that one appears?". Two rules answer it:
 
 1. A free hole is taken best fit, lowest address first (Knuth, TAOCP vol. 1, section 2.5), with holes coalesced at
-   once through boundary tags (the same section): two dicts, by first and by past-the-end address.
+   once (the same section): each is found among its neighbours by its address.
 2. When no hole fits, `window` walks the victims in the policy's order and frees them *virtually*, coalescing as it
    goes, until one virtual hole is long enough; only the victims inside the part that is really needed leave, every
    other one stays. With equal lengths that is exactly the policy's own order (the first victim's extent is the
@@ -14,7 +14,6 @@ Values are contiguous, of any length, and a cache is always full, so the questio
    a move would be a copy of a payload.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -58,41 +57,19 @@ class Allocator(Holes):
         super().__init__(capacity_bytes)
         self.free(Extent(0, capacity_bytes))
 
-    def allocate_at(self, extent: Extent) -> None:
-        """Take exactly `extent`, which must lie inside one hole: the end of what `window` began."""
-        for at in range(bisect_left(self._by_length, (extent.length, 0)), len(self._by_length)):
-            hole_length, offset = self._by_length[at]
-            if offset <= extent.offset and extent.offset + extent.length <= offset + hole_length:
-                del self._by_length[at]
-                self._cut(offset, hole_length, extent.offset, extent.length)
-                return
-        raise ValueError(f"{extent} is not free")
-
     def extend(self, extent: Extent, least: int, most: int) -> Extent | None:
         """Lengthen `extent` into the hole behind it, to `most` bytes or as far as that goes; None, and nothing has
         changed, where it ends below `least`. All are multiples of GRAIN_BYTES."""
         end = extent.offset + extent.length
-        hole_end = self._by_start.get(end, end)
-        length = min(most, hole_end - extent.offset)
+        length = min(most, (self.past(end) or end) - extent.offset)
         if length < least:
             return None
-        self._forget_length(end, hole_end)
-        self._cut(end, hole_end - end, end, length - extent.length)
+        self.allocate_at(Extent(end, length - extent.length))
         return Extent(extent.offset, length)
 
     def holes(self) -> list[Extent]:
         """Every free hole by address, for reports and checks."""
-        return [Extent(start, end - start) for start, end in sorted(self._by_start.items())]
-
-    @property
-    def longest_bytes(self) -> int:
-        """The longest hole; 0 when there is none."""
-        return self._by_length[-1][0] if self._by_length else 0
-
-    def spans(self) -> list[tuple[int, int]]:
-        """First byte and past the end of every free hole, in no order: for callers that may not take the time to sort
-        them."""
-        return list(self._by_start.items())
+        return [Extent(start, end - start) for start, end in self.spans()]
 
     def window(self, length: int, victims: Iterable[V]) -> tuple[Extent, list[V]] | None:
         """Where `length` bytes can go and which victims must leave for it, or None when even all `victims` would not
@@ -101,7 +78,7 @@ class Allocator(Holes):
         `victims` come in the policy's order, coldest first. Nothing changes here: the caller frees what it is told
         to and then calls `allocate_at`. Cost: one step a victim walked.
         """
-        starts: dict[int, int] = {}  # virtual holes, as _by_start and _by_end, laid over the real ones
+        starts: dict[int, int] = {}  # virtual holes, by their two ends, laid over the real ones
         ends: dict[int, int] = {}
         walked: dict[int, V] = {}
         best: tuple[int, Extent, list[V]] | None = None
@@ -114,12 +91,12 @@ class Allocator(Holes):
                 beyond_bytes += end - start
             left = ends.pop(start, None)
             if left is None:
-                left = self._by_end.get(start)
+                left = self.start(start)
             if left is not None:
                 start = left
             right = starts.pop(end, None)
             if right is None:
-                right = self._by_start.get(end)
+                right = self.past(end)
             if right is not None:
                 end = right
             # A virtual hole swallows the real ones at its edges, so both of its own edges are entered anew.
@@ -144,7 +121,8 @@ class Allocator(Holes):
         at = start
         while at < end:
             victim = walked.get(at)
-            past = self._by_start[at] if victim is None else at + victim.extent.length
+            past = self.past(at) if victim is None else at + victim.extent.length
+            assert past is not None, "between victims are holes"
             pieces.append((at, past, victim))
             at = past
         best: tuple[int, int, int] | None = None
@@ -163,11 +141,10 @@ class Allocator(Holes):
         return max(0, lost - length), Extent(pieces[first][0], length), leaving
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the three views of the holes agree and no two holes touch."""
+        """Raise AssertionError unless the two views of the holes agree and no two holes touch."""
         holes = self.holes()
         assert sum(hole.length for hole in holes) == self.free_bytes
-        assert sorted((hole.length, hole.offset) for hole in holes) == self._by_length
-        assert {hole.offset + hole.length: hole.offset for hole in holes} == self._by_end
+        assert sorted((hole.length, hole.offset) for hole in holes) == self.lengths()
         for hole, following in pairwise(holes):
             assert hole.offset + hole.length < following.offset, "touching holes were not joined"
         if holes:

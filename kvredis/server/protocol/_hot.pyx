@@ -226,9 +226,10 @@ cdef Found read_words(const char *at, const char *end, Words *words, Kind *kind)
         if length >= PAYLOAD_MIN:
             if number == 0 or number % 2 or not (kind[0] == SET or kind[0] == MSET):
                 return STRANGE
-            words.payload = length
-            words.past = at
-            return DONE
+            if kind[0] == MSET or end - at < length + 2:
+                words.payload = length
+                words.past = at
+                return DONE
         if end - at < length + 2:
             words.past = at
             if (end - at > length and at[length] != 13) or (number == 0 and end - at == length + 1):
@@ -635,22 +636,31 @@ cdef class HotSession:
             reader._length = -1
         return self.run_gathered()
 
-    cdef Found open_body(self, const char *at, const char *end) except *:
-        """Give a value its room, if nothing stands against it (client/admission.py has the rules), and take in what is
-        there of it."""
+    cdef bint may_come(self, Py_ssize_t length, Py_ssize_t held_bytes, Py_ssize_t arguments) except -1:
+        """Whether nothing stands against room for a value, behind so many arguments (client/admission.py has the
+        rules)."""
         cdef Reader reader = self._parser
         cdef StoreCore store = self.store
-        cdef Py_ssize_t length = reader._length, wanted = length + 4096 + 514, here, start, past
+        if length > reader.bulk_bytes_max:
+            return False
+        if length + held_bytes + ARGUMENT_COST * (arguments + 1) > reader.query_bytes_max:
+            return False
+        if self._waiting_for_room or self._called or self._signs or store.tiering is not None:
+            return False
+        return not store.reserved_bytes or store.reserved_bytes + length + 4096 + 514 <= (
+            (store.bound_bytes or store.allocator.capacity_bytes) // SHARE_OF_ARENA
+        )
+
+    cdef Found open_body(self, const char *at, const char *end) except *:
+        """Give a value its room, and take in what is there of it."""
+        cdef Reader reader = self._parser
+        cdef StoreCore store = self.store
+        cdef Py_ssize_t length = reader._length, here, start, past
         cdef Reservation hold
         if length < PAYLOAD_MIN or length >= PAYLOAD_PAST or len(reader._args) % 2:
             return STRANGE
-        if length + reader._held_bytes + ARGUMENT_COST * (len(reader._args) + 1) > reader.query_bytes_max:
+        if not self.may_come(length, reader._held_bytes, len(reader._args)):
             return STRANGE
-        if self._waiting_for_room or self._called or self._signs or store.tiering is not None:
-            return STRANGE
-        if store.reserved_bytes:
-            if store.reserved_bytes + wanted > (store.bound_bytes or store.allocator.capacity_bytes) // SHARE_OF_ARENA:
-                return STRANGE
         hold = store.reserved(reader._args[len(reader._args) - 1], length, self.space, True, 0)
         if hold is None:
             store.stats.refused -= 1  # others ask once more
@@ -727,6 +737,8 @@ cdef class HotSession:
         if kind == GET:
             return self.say_value(word(1), store.tiering is not None or store.gpu is not None)
         if kind == SET:
+            if words.length[2] >= PAYLOAD_MIN:
+                return self.set_block()
             if store.stored(word(1), word(2), self.space, 0):
                 say(b"+OK\r\n", 5)
             else:
@@ -805,6 +817,18 @@ cdef class HotSession:
         for key in keys:
             self.say_value(key, False)
         store.touched(keys, self.space)
+        return DONE
+
+    cdef Found set_block(self) except *:
+        """SET of a value that has come as a whole and belongs into the arena."""
+        cdef StoreCore store = self.store
+        cdef Py_ssize_t length = words.length[2]
+        if not self.may_come(length, words.length[0] + words.length[1], 2):
+            return STRANGE
+        if not store.placed(word(1), words.at[2], length, self.space, 0):
+            store.stats.refused -= 1  # others ask once more
+            return STRANGE
+        say(b"+OK\r\n", 5)
         return DONE
 
     cdef Found set_many(self) except *:

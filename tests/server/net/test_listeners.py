@@ -214,7 +214,7 @@ class Crowd:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvredis", "serve", "--no-prefault", "--no-page-lock", *flags],
             cwd=Path(__file__).parents[3],
-            env={"PATH": os.environ.get("PATH", ""), "KVREDIS_EVENT_LOOP": loop},
+            env={**os.environ, "KVREDIS_EVENT_LOOP": loop},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
