@@ -94,6 +94,7 @@ cdef class LeaseRun:
 
 cdef class OneOrder:
     cdef public object _order, touch
+    cdef public bint coldest_first
     cdef bint is_plain
 
 
@@ -119,7 +120,7 @@ cdef class StoreCore:
     cdef public long long leases, away, writes, turn, affirmed_turn
     cdef public bint keep, may_refuse, keep_expired
     cdef public object unsaved
-    cdef public list journal, _looked_up, _affirmed
+    cdef public list journal, _looked_up, _affirmed, _flushed, _flushed_keys
     cdef public Py_ssize_t _put_off_entries
     cdef public object _limits, _departed
     cdef Lock guard
@@ -127,6 +128,9 @@ cdef class StoreCore:
     cdef int touch(self, Entry entry) except -1
     cdef int admit(self, object policy, Entry entry) except -1
     cdef int forget(self, object policy, Entry entry) except -1
+    cdef Entry coldest(self, object policy, Entry newest)
+    cdef int evicted(self, Entry entry) except -1
+    cdef object place_of_coldest(self, Py_ssize_t length)
     cdef Entry visible(self, object key, Py_ssize_t space)
     cdef Entry used(self, object key, Py_ssize_t space)
     cdef Lease lent(self, Entry entry)

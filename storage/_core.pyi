@@ -40,6 +40,7 @@ TIMED_BYTES_MIN: Final = 262144
 """Of longer values it is noted how long they take to arrive: it costs half a microsecond."""
 
 LONG_AGO_MS: Final = 1
+GRACE_TURNS: Final = 50
 """When what is stored too late has expired."""
 
 NOWHERE: Final[Extent]
@@ -303,6 +304,8 @@ class OneOrder:
     _order: OrderedDict[Entry, None]
     touch: Callable[[Entry], None]
     """As Policy; without a frame of its own."""
+    coldest_first: bool
+    """Whether what is first in it and has no lease is what leaves next."""
 
     def __init__(self) -> None: ...
     def admit(self, entry: Entry) -> None: ...
@@ -373,6 +376,9 @@ class StoreCore:
     unsaved: dict[Entry, int]
     journal: list[tuple[str, bytes, int]] | None
     _looked_up: list[tuple[list[Entry], float, int]]
+    _flushed: list[dict[bytes, Entry]]
+    """Out of the index; in all else until they are given back."""
+    _flushed_keys: list[set[bytes]]
     _affirmed: list[tuple[list[Entry], float, int]]
     _put_off_entries: int
     _limits: Deadlines[Lease | LeaseRun]

@@ -16,7 +16,7 @@ from time import monotonic
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_DelItem, PyDict_SetItem
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.object cimport PyObject, PyTypeObject
@@ -30,7 +30,7 @@ from cpython.pythread cimport (
 )
 from cpython.ref cimport Py_INCREF
 from libc.stdlib cimport free, realloc
-from libc.string cimport memcpy, memmove
+from libc.string cimport memcmp, memcpy, memmove
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from .database import SPACES, Database, unplaced
@@ -52,6 +52,8 @@ cdef enum:
     BUCKET_COUNT = 1024
     LOOKED_AT = 512
     TIMED_MIN = 256 * 1024
+    GRACE = 50
+    HALF_NAME = 8  # lmcache_pairs.py: "metadata" and "kv_bytes"
     HALF = 0xFFFFFFFF  # of a pair of grains in one number
     LONG_AGO = 1
 
@@ -63,6 +65,7 @@ GRAIN_BYTES = GRAIN
 BUCKETS = BUCKET_COUNT
 TIMED_BYTES_MIN = TIMED_MIN
 LONG_AGO_MS = LONG_AGO
+GRACE_TURNS = GRACE
 assert LOOKED_AT_BYTES == LOOKED_AT
 
 NOWHERE = Extent(0, 0)
@@ -87,6 +90,13 @@ cdef inline Py_ssize_t extent_bytes(Py_ssize_t length) noexcept:
 
 def extent_length(Py_ssize_t length):
     return extent_bytes(length)
+
+
+cdef inline bint has_other_half(bytes key) noexcept:
+    """Whether LMCache keeps a chunk under this key and another (lmcache_pairs.py)."""
+    cdef Py_ssize_t at = PyBytes_GET_SIZE(key) - HALF_NAME
+    cdef const char *name = PyBytes_AS_STRING(key)
+    return at >= 0 and (memcmp(name + at, b"kv_bytes", HALF_NAME) == 0 or memcmp(name + at, b"metadata", HALF_NAME) == 0)
 
 
 cdef inline int bit_length(unsigned long long number) noexcept:
@@ -564,6 +574,7 @@ cdef class OneOrder:
 
     def __init__(self):
         self._order = OrderedDict()
+        self.coldest_first = False
         self.is_plain = type(self).admit is OneOrder.admit and type(self).forget is OneOrder.forget
 
     def admit(self, entry):
@@ -720,6 +731,39 @@ cdef class StoreCore:
         return 0
 
     # ---- with the lock held ------------------------------------------------------------------------------------------
+
+    cdef Entry coldest(self, object policy, Entry newest):
+        """The entry that leaves next, where that is simply the first in the order; None: StoreState has to look closer
+        (`victims`, `place`, `evict_inline`)."""
+        cdef Entry entry = None
+        if self.may_refuse or self.tiering is not None or self.gpu is not None or self._flushed or self._flushed_keys:
+            return None
+        if self.affirmed_turn >= self.turn - GRACE or not isinstance(policy, OneOrder):
+            return None
+        if not (<OneOrder> policy).is_plain or not (<OneOrder> policy).coldest_first:
+            return None
+        if self._put_off_entries:
+            self.catch_up()
+        entry = next(iter((<OneOrder> policy)._order), None)
+        if entry is None or entry is newest or entry.leases or has_other_half(entry.key):
+            return None
+        return entry if self.index.find(entry.key, entry.database.number) is entry else None
+
+    cdef int evicted(self, Entry entry) except -1:
+        self.removed(entry, "evicted")
+        self.stats.evicted += 1
+        self.stats.evicted_bytes += entry.length
+        return 0
+
+    cdef object place_of_coldest(self, Py_ssize_t length):
+        """The extent of the block that leaves next, if it is as long as what is wanted, and free now; or None."""
+        cdef Entry entry = self.coldest(self.policy, None)
+        if entry is None or length_of(entry.extent) != length:
+            return None
+        extent = entry.extent
+        self.evicted(entry)
+        self.allocator.allocate_at(extent)
+        return extent
 
     cdef Entry visible(self, object key, Py_ssize_t space):
         cdef Entry entry = self.index.find(key, space)
@@ -922,6 +966,8 @@ cdef class StoreCore:
                 extent = self.place(extent_bytes(length + spare), drop=drop)
             if extent is None and not self.bound_bytes:
                 extent = self.allocator.take(extent_bytes(length))
+                if extent is None:
+                    extent = self.place_of_coldest(extent_bytes(length))
             if extent is None:
                 extent = self.place(extent_bytes(length), drop=drop)
             if extent is not None:
@@ -1016,7 +1062,7 @@ cdef class StoreCore:
 
     cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1:
         """`put`."""
-        cdef Entry entry
+        cdef Entry entry, leaving
         if len(value) >= INLINE_MAX:
             return self.placed(key, PyBytes_AS_STRING(value), len(value), space, expire_at_ms)
         self.guard.take()
@@ -1046,8 +1092,12 @@ cdef class StoreCore:
                 entry.database = self.index.databases[space]
                 self.inline_bytes += entry.cost()
                 self.published(entry, expire_at_ms)
-            if self.inline_bytes > self.inline_bytes_high:
-                self.evict_inline(entry)
+            while self.inline_bytes > self.inline_bytes_high:
+                leaving = self.coldest(self.inline_policy, entry)
+                if leaving is None:
+                    self.evict_inline(entry)
+                    break
+                self.evicted(leaving)
         finally:
             self.guard.give()
         if self.tiering is not None:

@@ -13,6 +13,7 @@ from heapq import heappop, heappush, merge
 from itertools import islice
 from operator import attrgetter, itemgetter
 
+from ._core import GRACE_TURNS as GRACE_TURNS
 from ._core import StoreCore
 from .database import Database
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
@@ -30,10 +31,9 @@ INLINE_SHARE = 16
 """Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""
 INLINE_BYTES_LOW = 4 * 1024 * 1024
 
-GRACE_TURNS = 50
 SPARED_PART = 2
-"""How many turns a key whose presence was affirmed is spared by eviction, as long as others can go instead, and which
-part of the room is spared at most: or what is new would leave for what is newer when a client affirms all there is."""
+"""A key whose presence was affirmed is spared by eviction for GRACE_TURNS, as long as others can go instead. Which part
+of the room is spared at most: or what is new would leave for what is newer when a client affirms all there is."""
 
 PUT_OFF_ENTRIES_MAX = 8 * 1024
 """How many entries that were looked up may wait for the order of eviction to learn of it."""
@@ -175,9 +175,9 @@ class StoreState(StoreCore):
         self._departed = Departed()
         self._succession: Iterator[None] | None = None
         """The steps in which a new policy takes over."""
-        self._flushed_keys: list[set[bytes]] = []
+        self._flushed_keys = []
         self._discarded: Discarded | None = None
-        self._flushed: list[dict[bytes, Entry]] = []  # out of the index; in all else until they are given back
+        self._flushed = []
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
         self._expiries: Deadlines[tuple[bytes, Database]] = Deadlines(self.index.expires, EXPIRY_SPAN_MS)
         self._limits: Deadlines[Lease | LeaseRun] = Deadlines(lambda _, hold: hold.held)

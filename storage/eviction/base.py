@@ -122,6 +122,7 @@ class LRU(_OneOrder):
     def __init__(self) -> None:
         super().__init__()
         self.touch = self._order.move_to_end
+        self.coldest_first = True
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         deque(map(self.touch, reversed(entries)), maxlen=0)
@@ -158,6 +159,7 @@ class FIFO(_OneOrder):
     def __init__(self) -> None:
         super().__init__()
         self.touch = self._order.__getitem__  # the KeyError, and nothing else
+        self.coldest_first = True
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy, but for the order: that of arrival stays."""
