@@ -449,6 +449,10 @@ class Session(HotSession, asyncio.BufferedProtocol):
             self._hang_up()
         if self._waiting_for_room:
             self.server.admission.admit()
+        self._mind_body()
+
+    def _mind_body(self) -> None:
+        """See to it that what is missing of a value is received as its length asks for."""
         missing = self._parser.missing
         if missing < REST_BYTES_MIN or not self._receive_elsewhere(missing):
             self._low_water.expect(missing)

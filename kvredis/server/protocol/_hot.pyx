@@ -9,8 +9,7 @@ the same for a client that is paused, waits, or has been given a reason by `reco
 
 A command has the same effects on either way: both call the same steps of the store. What may be said of commands here
 and not there is how they are read, and it is little: arguments are bulks whose lengths are written as clients write
-them, and a value from PAYLOAD_MIN on is received into its extent, as parser.py does it for larger ones and for other
-commands.
+them, and a value from PAYLOAD_MIN on is received into its extent, as parser.py does it for other commands.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -43,7 +42,10 @@ cdef enum:
     ARGS_QUICK = 16  # as registry.PLAIN_ARGS_MAX: what takes no time worth a look at the clock
     PLAIN_MAX = 16 * 1024  # arguments of a command that is split here for others, and bytes of each
     PAYLOAD_MIN = 16 * 1024
-    PAYLOAD_PAST = 256 * 1024  # larger values are received by parser.py's rules, which have more to say of them
+    REST_MIN = 512 * 1024  # net/io_threads.py's REST_BYTES_MIN: of longer ones a thread may receive some
+    EVIDENCE_FROM = 1024 * 1024  # request.py's bounds of what is to be seen of a long value before it has room
+    EVIDENCE_SHIFT = 13
+    EVIDENCE_MAX = 8 * 1024
     ARGUMENT_COST = 64
     OUT_BYTES = 64 * 1024
     REPLY_HIGH = 1024 * 1024
@@ -448,6 +450,7 @@ cdef class HotSession:
         """Bytes have arrived (or, with 0, the client has caught up): run what they complete and send the replies."""
         global busy
         cdef Found found
+        cdef bint was_long = self.has_long_body()
         self.input_bytes += nbytes
         self.reads += 1
         if busy or not self.is_plain():
@@ -469,6 +472,13 @@ cdef class HotSession:
             self._run(0)
         elif (self._replies and not self._holds_back) or self.has_more_to_say() or self._waiting_for_room:
             self._end_turn()
+        elif was_long or self.has_long_body():
+            self._mind_body()
+
+    cdef bint has_long_body(self) noexcept:
+        """Whether a value comes in of which a thread might receive the rest."""
+        cdef Reader reader = self._parser
+        return reader._body is not None and reader._length >= REST_MIN
 
     cdef bint is_plain(self) except -1:
         """Whether what has come is for this reader."""
@@ -483,7 +493,7 @@ cdef class HotSession:
             self._commands = no_commands
         if not reader._remaining:
             return reader._body is None
-        if reader._body is not None and (reader._length >= PAYLOAD_PAST or type(reader._body_hold) is not Reservation):
+        if reader._body is not None and type(reader._body_hold) is not Reservation:
             return False
         return takes(self.kind_gathered(), len(reader._args) + reader._remaining)
 
@@ -657,7 +667,9 @@ cdef class HotSession:
         cdef StoreCore store = self.store
         cdef Py_ssize_t length = reader._length, here, start, past
         cdef Reservation hold
-        if length < PAYLOAD_MIN or length >= PAYLOAD_PAST or len(reader._args) % 2:
+        if length < PAYLOAD_MIN or len(reader._args) % 2:
+            return STRANGE
+        if length >= EVIDENCE_FROM and end - at < min(length >> EVIDENCE_SHIFT, <Py_ssize_t> EVIDENCE_MAX):
             return STRANGE
         if not self.may_come(length, reader._held_bytes, len(reader._args)):
             return STRANGE

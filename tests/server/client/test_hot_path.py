@@ -41,7 +41,9 @@ def streams(seed: int) -> list[bytes]:
         return rng.choice(KEYS)
 
     def value() -> bytes:
-        return rng.randbytes(rng.choice([0, 5, 44, 200, 5_000, 16_383, 16_384, 16_385, 40_000, 262_143, 300_000]))
+        return rng.randbytes(
+            rng.choice([0, 5, 44, 200, 5_000, 16_383, 16_384, 16_385, 40_000, 300_000, 700_000, 1_200_000])
+        )
 
     def few() -> list[bytes]:
         return [key() for _ in range(rng.randrange(1, 9))]
