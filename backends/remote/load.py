@@ -178,7 +178,7 @@ class Stream:
         lane = (self._turn - len(self.coming)) % len(self.pipelines)
         if not self._receivers[lane].wait_for(body, patience.left_s):
             self._stop()
-            if body.error is not None:
+            if body.error is not None or not body.has_come:
                 body.error = BackendError("timed out waiting for a value")
 
     def give_up(self, error: BackendError | None) -> None:
