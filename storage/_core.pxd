@@ -151,6 +151,7 @@ cdef class StoreCore:
     cdef bint placed(
         self, bytes key, const char *value, Py_ssize_t length, Py_ssize_t space, long long expire_at_ms
     ) except -1
+    cdef int room_back(self, object extent) except -1
     cdef int aborted(self, Reservation reservation) except -1
     cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1
     cdef Py_ssize_t deleted(self, object keys, Py_ssize_t space) except -1

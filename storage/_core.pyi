@@ -40,8 +40,10 @@ TIMED_BYTES_MIN: Final = 262144
 """Of longer values it is noted how long they take to arrive: it costs half a microsecond."""
 
 LONG_AGO_MS: Final = 1
-GRACE_TURNS: Final = 50
 """When what is stored too late has expired."""
+
+GRACE_TURNS: Final = 50
+"""For how many turns eviction spares a key whose presence was affirmed."""
 
 NOWHERE: Final[Extent]
 """The extent of an inline value, and of one whose bytes are not in memory."""
@@ -111,6 +113,7 @@ class Holes:
 
     capacity_bytes: int
     free_bytes: int
+
     def __init__(self, capacity_bytes: int) -> None: ...
     def allocate(self, length: int) -> Extent | None:
         """Take `length` bytes (a multiple of GRAIN_BYTES) from the tightest hole; None when no hole is long enough."""

@@ -265,9 +265,12 @@ cdef class Holes:
         return 0
 
     cdef object take(self, Py_ssize_t length):
-        cdef unsigned long long wanted = length // GRAIN
-        cdef Py_ssize_t at = first_from(self.by_length, self.count, wanted << 32)
-        cdef unsigned long long hole
+        cdef unsigned long long wanted, hole
+        cdef Py_ssize_t at
+        if length <= 0 or length > self.capacity_bytes:  # any client may ask for more than fits a half
+            return None
+        wanted = length // GRAIN
+        at = first_from(self.by_length, self.count, wanted << 32)
         if at == self.count:
             return None
         hole = turned(self.by_length[at])
@@ -293,7 +296,7 @@ cdef class Holes:
     cdef int give(self, object extent) except -1:
         cdef Py_ssize_t at, nbytes = length_of(extent)
         cdef unsigned long long start, length, left = 0
-        assert offset_of(extent) >= 0 and nbytes > 0 and offset_of(extent) + nbytes <= self.capacity_bytes, extent
+        assert offset_of(extent) >= 0 and 0 < nbytes <= self.capacity_bytes - offset_of(extent), extent
         start, length = offset_of(extent) // GRAIN, nbytes // GRAIN
         at = first_from(self.by_start, self.count, start << 32)
         if at:
@@ -321,7 +324,7 @@ cdef class Holes:
     def allocate_at(self, extent):
         cdef Py_ssize_t at, nbytes = length_of(extent)
         cdef unsigned long long start, length, hole
-        if offset_of(extent) >= 0 and nbytes > 0 and offset_of(extent) + nbytes <= self.capacity_bytes:
+        if offset_of(extent) >= 0 and 0 < nbytes <= self.capacity_bytes - offset_of(extent):
             start, length = offset_of(extent) // GRAIN, nbytes // GRAIN
             at = first_from(self.by_start, self.count, (start << 32) | HALF)  # behind the hole that has it, if any has
             if at < self.count and self.by_start[at] >> 32 == start:
@@ -977,7 +980,12 @@ cdef class StoreCore:
         finally:
             self.guard.give()
         if self.tiering is not None:
-            self.tiering.make_room(extent_bytes(length), urgent=extent is None)
+            try:
+                self.tiering.make_room(extent_bytes(length), urgent=extent is None)
+            except BaseException:
+                if extent is not None:
+                    self.room_back(extent)
+                raise
         return extent
 
     cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare):
@@ -1036,28 +1044,39 @@ cdef class StoreCore:
         self, bytes key, const char *value, Py_ssize_t length, Py_ssize_t space, long long expire_at_ms
     ) except -1:
         """`put` of a value that belongs into the arena, by one copy."""
+        cdef Entry entry
         cdef Py_buffer memory
         cdef long long tokens = 0
         extent = self.room_for(length, True, 0)
         if extent is None:
             return False
-        PyObject_GetBuffer(self._memory, &memory, PyBUF_SIMPLE)  # ValueError when the store is closed
-        memcpy(<char *> memory.buf + offset_of(extent) + PAYLOAD_OFFSET, value, length)
-        PyBuffer_Release(&memory)
-        if value[8] == c"{":
-            tokens = tokens_of(PyMemoryView_FromMemory(<char *> value, length, PyBUF_READ))
-        self.seen(new_entry(key, length, extent, None), tokens, space, expire_at_ms, 0.0)
+        try:
+            PyObject_GetBuffer(self._memory, &memory, PyBUF_SIMPLE)  # ValueError when the store is closed
+            memcpy(<char *> memory.buf + offset_of(extent) + PAYLOAD_OFFSET, value, length)
+            PyBuffer_Release(&memory)
+            if value[8] == c"{":
+                tokens = tokens_of(PyMemoryView_FromMemory(<char *> value, length, PyBUF_READ))
+            entry = new_entry(key, length, extent, None)
+        except BaseException:
+            self.room_back(extent)
+            raise
+        self.seen(entry, tokens, space, expire_at_ms, 0.0)
         return True
 
-    cdef int aborted(self, Reservation reservation) except -1:
+    cdef int room_back(self, object extent) except -1:
+        """Give back what `room_for` gave."""
         self.guard.take()
         try:
-            self.stats.aborted += 1
-            if reservation.extent is not nowhere:
-                self.reserved_bytes -= length_of(reservation.extent)
-                self.allocator.give(reservation.extent)
+            self.reserved_bytes -= length_of(extent)
+            self.allocator.give(extent)
         finally:
             self.guard.give()
+        return 0
+
+    cdef int aborted(self, Reservation reservation) except -1:
+        self.stats.aborted += 1
+        if reservation.extent is not nowhere:
+            self.room_back(reservation.extent)
         return 0
 
     cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1:

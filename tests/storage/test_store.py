@@ -73,7 +73,9 @@ def test_databases_do_not_see_one_another(store: Store) -> None:
     assert read(store, b"k", 3) is None
 
 
-@pytest.mark.parametrize("length", [ARENA_BYTES, ARENA_BYTES * 100, extent_length(ARENA_BYTES - 513)])
+@pytest.mark.parametrize(
+    "length", [ARENA_BYTES, ARENA_BYTES * 100, extent_length(ARENA_BYTES - 513), (4096 << 32) - 4096, 4096 << 32, 2**62]
+)
 def test_a_value_larger_than_the_arena_is_refused_and_no_entry_leaves_for_it(store: Store, length: int) -> None:
     keys = fill(store)
     assert store.reserve(b"k", length) is None

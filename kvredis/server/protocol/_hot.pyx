@@ -228,7 +228,7 @@ cdef Found read_words(const char *at, const char *end, Words *words, Kind *kind)
         if length >= PAYLOAD_MIN:
             if number == 0 or number % 2 or not (kind[0] == SET or kind[0] == MSET):
                 return STRANGE
-            if kind[0] == MSET or end - at < length + 2:
+            if kind[0] == MSET or end - at < length + 2:  # the value of a SET that is there as a whole is a word
                 words.payload = length
                 words.past = at
                 return DONE

@@ -113,6 +113,15 @@ def test_an_extent_given_back_that_was_free_or_never_there_is_noticed(wrong: Ext
     allocator.check_integrity()
 
 
+@pytest.mark.parametrize(
+    "length", [0, -GRAIN_BYTES, 9 * GRAIN_BYTES, GRAIN_BYTES << 32, (GRAIN_BYTES << 32) + GRAIN_BYTES]
+)
+def test_no_hole_has_what_no_arena_has(length: int) -> None:
+    allocator, _ = tiled("..a.....")
+    assert allocator.allocate(length) is None
+    allocator.check_integrity()
+
+
 def test_wrong_accounts_and_lost_holes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, _ = tiled("..a..")
     allocator.free_bytes += GRAIN_BYTES
