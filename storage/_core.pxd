@@ -75,7 +75,7 @@ cdef class Reservation:
     cdef public bytes key
     cdef public Py_ssize_t length, space
     cdef public double made_s
-    cdef public object view_with_slack
+    cdef object _view
     cdef bint publish(self, long long expire_at_ms) except -1
     cdef int drop(self) except -1
 
@@ -145,6 +145,7 @@ cdef class StoreCore:
     cdef object room_for(self, Py_ssize_t length, bint drop, Py_ssize_t spare)
     cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare)
     cdef bint committed(self, Reservation reservation, long long expire_at_ms) except -1
+    cdef long long written(self, object extent, Py_ssize_t length, const char *value) except -1
     cdef int seen(
         self, Entry entry, long long tokens, Py_ssize_t space, long long expire_at_ms, double made_s
     ) except -1
@@ -153,7 +154,9 @@ cdef class StoreCore:
     ) except -1
     cdef int room_back(self, object extent) except -1
     cdef int aborted(self, Reservation reservation) except -1
-    cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1
+    cdef bint stored(
+        self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms, double now_s
+    ) except -1
     cdef Py_ssize_t deleted(self, object keys, Py_ssize_t space) except -1
     cdef Py_ssize_t matched(self, list keys, Py_ssize_t space) except -1
     cdef int run_of(self, list keys, Py_ssize_t space, list run) except -1

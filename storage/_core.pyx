@@ -455,7 +455,15 @@ cdef class Reservation:
         self.space = space
         self.extent = extent
         self.length = len(memory) - SLACK
-        self.view_with_slack = memory
+        self._view = memory
+
+    @property
+    def view_with_slack(self):
+        if self._view is None:  # few of those that are made by the thousand are asked for it
+            if self._store is None:
+                raise ValueError("the reservation has ended")
+            self._view = self._store.arena.view[self.offset :][: self.length + SLACK]
+        return self._view
 
     @property
     def view(self):
@@ -990,15 +998,12 @@ cdef class StoreCore:
 
     cdef Reservation reserved(self, bytes key, Py_ssize_t length, Py_ssize_t space, bint drop, Py_ssize_t spare):
         cdef Reservation reservation
-        cdef Py_ssize_t start
         if length < INLINE_MAX:
             return Reservation(self, key, space, memoryview(bytearray(length + SLACK)), nowhere)
         extent = self.room_for(length, drop, spare)
         if extent is None:
             return None
         reservation = Reservation.__new__(Reservation)
-        start = offset_of(extent) + PAYLOAD_OFFSET
-        reservation.view_with_slack = self.arena.view[start : start + length + SLACK]
         reservation.key, reservation.space, reservation.length, reservation.extent = key, space, length, extent
         if length >= TIMED_MIN:
             reservation.made_s = self.now()
@@ -1006,19 +1011,30 @@ cdef class StoreCore:
         return reservation
 
     cdef bint committed(self, Reservation reservation, long long expire_at_ms) except -1:
-        cdef Py_buffer *bytes_there
-        cdef long long tokens = 0
         if reservation.extent is nowhere:
             # Inline values are bytes objects, which readers can share without a hold: a copy of under 16 KiB.
-            return self.stored(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
-        bytes_there = PyMemoryView_GET_BUFFER(reservation.view_with_slack)
-        if bytes_there.len >= LOOKED_AT and (<const char *> bytes_there.buf)[8] == c"{":
-            tokens = tokens_of(reservation.view_with_slack)
+            return self.stored(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms, 0)
         self.seen(
             new_entry(reservation.key, reservation.length, reservation.extent, None),
-            tokens, reservation.space, expire_at_ms, reservation.made_s,
+            self.written(reservation.extent, reservation.length, NULL),
+            reservation.space, expire_at_ms, reservation.made_s,
         )
         return True
+
+    cdef long long written(self, object extent, Py_ssize_t length, const char *value) except -1:
+        """How many tokens the value in an extent says that it holds. NULL, or a value that is copied there before."""
+        cdef Py_buffer memory
+        cdef char *there
+        PyObject_GetBuffer(self._memory, &memory, PyBUF_SIMPLE)  # ValueError when the store is closed
+        try:
+            there = <char *> memory.buf + offset_of(extent) + PAYLOAD_OFFSET
+            if value != NULL:
+                memcpy(there, value, length)
+            if length >= LOOKED_AT and there[8] == c"{":
+                return tokens_of(PyMemoryView_FromMemory(there, length, PyBUF_READ))
+        finally:
+            PyBuffer_Release(&memory)
+        return 0
 
     cdef int seen(
         self, Entry entry, long long tokens, Py_ssize_t space, long long expire_at_ms, double made_s
@@ -1045,17 +1061,12 @@ cdef class StoreCore:
     ) except -1:
         """`put` of a value that belongs into the arena, by one copy."""
         cdef Entry entry
-        cdef Py_buffer memory
-        cdef long long tokens = 0
+        cdef long long tokens
         extent = self.room_for(length, True, 0)
         if extent is None:
             return False
         try:
-            PyObject_GetBuffer(self._memory, &memory, PyBUF_SIMPLE)  # ValueError when the store is closed
-            memcpy(<char *> memory.buf + offset_of(extent) + PAYLOAD_OFFSET, value, length)
-            PyBuffer_Release(&memory)
-            if value[8] == c"{":
-                tokens = tokens_of(PyMemoryView_FromMemory(<char *> value, length, PyBUF_READ))
+            tokens = self.written(extent, length, value)
             entry = new_entry(key, length, extent, None)
         except BaseException:
             self.room_back(extent)
@@ -1079,8 +1090,10 @@ cdef class StoreCore:
             self.room_back(reservation.extent)
         return 0
 
-    cdef bint stored(self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms) except -1:
-        """`put`."""
+    cdef bint stored(
+        self, bytes key, bytes value, Py_ssize_t space, long long expire_at_ms, double now_s
+    ) except -1:
+        """`put`, at a time that was read already, if it is not 0."""
         cdef Entry entry, leaving
         if len(value) >= INLINE_MAX:
             return self.placed(key, PyBytes_AS_STRING(value), len(value), space, expire_at_ms)
@@ -1100,7 +1113,7 @@ cdef class StoreCore:
                 self.inline_bytes += len(value) - entry.length
                 entry.length = len(value)
                 entry.value, entry.hits = value, 0
-                entry.created_s = entry.accessed_s = self.now()
+                entry.created_s = entry.accessed_s = now_s or self.now()
                 self.touch(entry)
                 self.stats.overwritten += 1
                 self.renumber(entry)
@@ -1219,7 +1232,7 @@ cdef class StoreCore:
         self.aborted(reservation)
 
     def put(self, bytes key, bytes value, Py_ssize_t space=0, long long expire_at_ms=0):
-        return self.stored(key, value, space, expire_at_ms)
+        return self.stored(key, value, space, expire_at_ms, 0)
 
     def fetch(self, key, Py_ssize_t space=0):
         return self.fetched(key, space)

@@ -38,6 +38,7 @@ from .request import (
     TAIL_BYTES,
     UNAUTHENTICATED_ARGS_MAX,
     UNAUTHENTICATED_BULK_BYTES_MAX,
+    WIDE_BYTES,
     Argument,
     Later,
     OpenPayload,
@@ -64,12 +65,16 @@ class Scratches:
     so it lends the one that it has to the next client that receives, unless bytes are left in it: a thousand clients
     whose commands came whole have one between them. Not for two threads."""
 
-    __slots__ = ("holder", "spare")
+    __slots__ = ("holder", "spare", "wide", "wide_holder", "wide_view")
 
     def __init__(self) -> None:
         self.holder: Parser | None = None
         """The client that has received last."""
         self.spare: list[bytearray] = []
+        self.wide = bytearray(WIDE_BYTES)
+        """For a turn, of a client that sends short commands faster than they are taken: more of them in a receive."""
+        self.wide_view = memoryview(self.wide)
+        self.wide_holder: Parser | None = None
 
     def keep(self, scratch: bytearray) -> None:
         """Take back one that no client needs, if it has the usual size."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Command
+from kvredis.server.protocol.request import SCRATCH_BYTES
 from tests.server.feed import request
 from tests.server.live import OOM, LiveServer, run_on, until
 
@@ -244,3 +246,55 @@ async def test_a_value_that_began_to_come_by_the_rules_is_refused_as_others_are(
     await client.send_raw(request("SET", "k", "a value")[-4:])
     assert await client.read_line() == OOM
     assert live.server.stats.command("set").failed_calls + live.server.stats.command("set").rejected_calls == 1
+
+
+def short_values(seed: int) -> dict[bytes, bytes]:
+    """Values of a few bytes to 32 KB, of more bytes in all than one receive brings."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([3, 100, 9_000, 15_000, 16_383, 16_384, 20_000, 33_000]) for _ in range(120)]
+    return {b"%d:%d" % (seed, number): rng.randbytes(length) for number, length in enumerate(lengths)}
+
+
+async def test_pipelines_of_short_values_that_come_in_turns_of_their_clients_stay_apart(
+    loop: str, live: LiveServer
+) -> None:
+    rng = random.Random(loop)
+    clients = [await live.connect(kind) for kind in ("unix", "tcp", "unix")]
+    values = [short_values(seed) for seed in range(len(clients))]
+    streams = []
+    for own in values:
+        pairs = [[key, value] for key, value in own.items()]
+        half = len(pairs) // 2
+        streams.append(
+            b"".join(request("SET", *pair) for pair in pairs[:half])
+            + b"".join(request("MSET", *chain.from_iterable(pairs[at : at + 7])) for at in range(half, len(pairs), 7))
+        )
+    while any(streams):
+        for number, client in enumerate(clients):
+            cut = rng.choice([1, 30, 4_000, 25_000, 150_000, 400_000])
+            await client.send_raw(streams[number][:cut])
+            streams[number] = streams[number][cut:]
+    for client in clients:
+        assert await client.read(69 * 5) == b"+OK\r\n" * 69
+    for own in values:
+        for key, value in own.items():
+            assert await clients[0].get(key) == value
+    live.store.check_integrity()
+
+
+async def test_a_long_pipeline_leaves_its_client_with_what_is_unread_and_no_more(loop: str, live: LiveServer) -> None:
+    client, other = await live.connect(), await live.connect()
+    assert await client.ask("CLIENT", "SETNAME", "long") == b"+OK\r\n"
+    values = {b"k%d" % number: random.Random(number).randbytes(15_000) for number in range(40)}
+    for rest in (b"*2\r\n$3\r\nGE", b""):
+        await client.send_raw(b"".join(request("SET", *pair) for pair in values.items()) + rest)
+        assert await client.read(40 * 5) == b"+OK\r\n" * 40
+        await other.send("CLIENT", "LIST")
+        (line,) = (line for line in (await other.read_bulk() or b"").splitlines() if b"name=long" in line)
+        figures = dict(word.split(b"=", 1) for word in line.split())
+        assert int(figures[b"qbuf"]) == len(rest)
+        assert int(figures[b"qbuf-free"]) <= SCRATCH_BYTES
+        await client.send_raw(b"T\r\n$2\r\nk0\r\n" if rest else request("GET", "k0"))
+        assert await client.read_bulk() == values[b"k0"]
+        for key, value in values.items():
+            assert await other.get(key) == value
