@@ -202,9 +202,10 @@ class AttachedConnection(Connection):
         """Read the answer to one ask_leases of `count` keys: for each a lease, a short value itself, an error, or None
         for a miss."""
         self.begin()
-        places = self._places(count)
-        if places is not None:
-            return [*self._leases(places, until_s)]
+        found = self._places(count)
+        if found is not None:
+            places, is_on_gpu = found
+            return [*self._leases(places, until_s, is_on_gpu=is_on_gpu)]
         reply = self._item(DEPTH_MAX)
         if isinstance(reply, BackendError):
             return [reply] * count
@@ -212,13 +213,18 @@ class AttachedConnection(Connection):
             raise self.broken(f"not an answer to KV.LEASE: {str(reply)[:100]}")
         return [self._answer(item, until_s) for item in reply]
 
-    def _places(self, count: int) -> list[tuple[int, int]] | None:
-        """Read the commonest answer, `count` places, in one go; None, and nothing is read, if it is anything else."""
-        wanted = 1 + 3 * count
+    def _places(self, count: int) -> tuple[list[tuple[int, int]], bool] | None:
+        """Read the commonest answers, `count` places all in the arena or all on the GPU, and say which, in one go;
+        None, and nothing is read, if it is anything else."""
         while True:
             lines = self._view[self._start : self._end].tobytes().split(CRLF)
+            is_on_gpu = len(lines) > 2 and lines[1] == b"*3"
+            head, each = (b"*3", 5) if is_on_gpu else (b"*2", 3)
+            wanted = 1 + each * count
             whole = min(len(lines) - 1, wanted)
-            if whole and (lines[0] != b"*%d" % count or set(lines[1:whole:3]) - {b"*2"}):
+            if whole and (lines[0] != b"*%d" % count or set(lines[1:whole:each]) - {head}):
+                return None
+            if is_on_gpu and (set(lines[4:whole:each]) - {b"$3"} or set(lines[5:whole:each]) - {b"gpu"}):
                 return None
             if whole == wanted:
                 break
@@ -226,17 +232,26 @@ class AttachedConnection(Connection):
                 return None
             self._fill()
         try:
-            offsets, lengths = _integers(lines[2:wanted:3]), _integers(lines[3:wanted:3])
+            offsets, lengths = _integers(lines[2:wanted:each]), _integers(lines[3:wanted:each])
             places = list(zip(offsets, lengths, strict=True))
         except ValueError:
             return None
         self._start += sum(map(len, lines[:wanted])) + 2 * wanted
-        return places
+        return places, is_on_gpu
 
-    def _leases(self, places: Sequence[tuple[int, int]], until_s: float) -> list[SharedLease]:
+    def _leases(
+        self, places: Sequence[tuple[int, int]], until_s: float, *, is_on_gpu: bool = False
+    ) -> Sequence[SharedLease]:
+        leases: Sequence[SharedLease]
         try:
-            arena = self.arena
-            leases = [SharedLease(self, arena, offset, length, until_s) for offset, length in places]
+            if not is_on_gpu:
+                arena = self.arena
+                leases = [SharedLease(self, arena, offset, length, until_s) for offset, length in places]
+            elif (gpu := self._gpu) is None:
+                raise BackendError("a lease on a GPU that is not ours")
+            else:
+                base = self.gpu_base
+                leases = [GpuLease(self, gpu, address, length, until_s, base) for address, length in places]
         except BackendError as error:
             raise self.broken(str(error)) from error
         with self._counting:
@@ -249,18 +264,9 @@ class AttachedConnection(Connection):
         match item:
             case [int() as offset, int() as length]:
                 return self._leases([(offset, length)], until_s)[0]
-            case [int() as address, int() as length, b"gpu"] if self._gpu is not None:
-                return self._gpu_lease(self._gpu, address, length, until_s)
+            case [int() as address, int() as length, b"gpu"]:
+                return self._leases([(address, length)], until_s, is_on_gpu=True)[0]
         raise self.broken(f"not a lease: {str(item)[:100]}")
-
-    def _gpu_lease(self, memory: GpuMemory, address: int, length: int, until_s: float) -> GpuLease:
-        try:
-            lease = GpuLease(self, memory, address, length, until_s, self.gpu_base)
-        except BackendError as error:
-            raise self.broken(str(error)) from error
-        with self._counting:
-            self._out += 1
-        return lease
 
     def end_lease(self, address: int, length: int) -> None:
         """For a lease, from any thread: the server may have the room again."""

@@ -26,9 +26,8 @@ REFUSED_S: Final = 60.0
 """The same where it has refused for another reason, or has no GPU memory for us: asking costs a connection."""
 COMMIT: Final = b"KV.COMMIT"
 ABORT: Final = b"KV.ABORT"
-TOGETHER_MAX: Final = 4
-"""Rooms asked for at once: one round trip for all of them. WHY so few: the server lets each wait half a second for
-room, and behind the first that gets none they wait for nothing."""
+TOGETHER_MAX: Final = 16
+"""Rooms asked for at once: one round trip for all of them."""
 UNREAD_MAX: Final = 64
 """Answers that are waited for only when there are so many, or something else is asked: each takes a round trip, and a
 prompt of 60 blocks is stored at the end of a pass that another engine waits for."""
@@ -40,6 +39,8 @@ class GpuReservation:
 
     def __init__(self, writer: GpuWriter, memory: GpuMemory, offset: int, number: int, length: int) -> None:
         self.view = memory.part(offset, length)
+        self.memory_bytes = memory.nbytes
+        """Of all the GPU memory that the server has."""
         self._writer = writer
         self._memory = memory
         self._offset = offset

@@ -394,7 +394,10 @@ class SharedMemory:
         return None if session.is_caught_up and session.reply_mode == "on" else UNSENT
 
     def _facts(self, session: Client, tier: GpuTier | None) -> bytes:
-        arena = self._server.store.arena
+        store = self._server.store
+        arena = store.arena
+        # What a client of the GPU's memory leases is brought from nowhere but a disk.
+        waited_for = store.below if tier is None else store.tiering
         return joined(
             map_reply(
                 session,
@@ -404,7 +407,7 @@ class SharedMemory:
                     (bulk("pages"), bulk(arena.pages)),
                     (bulk("lease-ms"), integer(self.lease_ms)),
                     (bulk("lease-ms-max"), integer(LEASE_MS_MAX)),
-                    (bulk("disk"), integer(int(self._server.store.below is not None))),
+                    (bulk("disk"), integer(int(waited_for is not None))),
                     *([] if tier is None else self.gpu.facts(tier)),
                 ],
             )

@@ -13,6 +13,7 @@ the arena's size. So KV.RELEASE takes both.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 import socket
@@ -155,6 +156,7 @@ class SharedGpu:
     def __init__(self, server: _Server) -> None:
         self._server = server
         self._waiting: dict[Client, float] = {}  # since when
+        self._refused: dict[Client, float] = {}  # when last, behind a wait
 
     @property
     def tier(self) -> GpuTier | None:
@@ -176,6 +178,7 @@ class SharedGpu:
     def forget(self, session: Client) -> None:
         """Forget a client that has gone."""
         self._waiting.pop(session, None)
+        self._refused.pop(session, None)
 
     def objection(self, session: Client, *, is_own_user: bool) -> bytes | None:
         """Why a client may not be given the memory, or None."""
@@ -209,13 +212,16 @@ class SharedGpu:
             return None
         now_s = self._server.now_s()
         since_s = self._waiting.get(session, now_s)
-        patient = now_s - since_s < SPILL_WAIT_S
+        # What is asked for behind a wait that was for nothing, or with it, does not wait as long again.
+        patient = now_s - since_s < SPILL_WAIT_S <= now_s - self._refused.get(session, -math.inf)
         room = tier.reserve(key, length, session.space, drop=not patient)
         if room is None and patient and place_length(length) <= tier.arena.nbytes:
             tier.stats.spill_waits += session not in self._waiting
             self._waiting[session] = since_s
             return session.wait(Reason.GPU_ROOM)
         self._waiting.pop(session, None)
-        if room is not None:
+        if room is None and not patient:
+            self._refused[session] = now_s
+        elif room is not None:
             room.is_gone = client.has_ended
         return room

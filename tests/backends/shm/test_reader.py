@@ -14,10 +14,14 @@ from kvredis.backends.shm import connection as attached
 from kvredis.backends.shm import reader
 from kvredis.backends.shm.arena import SharedArena
 from kvredis.backends.shm.connection import AttachedConnection
-from kvredis.backends.shm.leases import SharedLease
+from kvredis.backends.shm.gpu_memory import GpuMemory
+from kvredis.backends.shm.leases import GpuLease, SharedLease
 from kvredis.backends.shm.reader import LeasePipeline, leases_for
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory import cuda
 from kvredis.storage.memory.arena import Arena, HugepageMode
+from kvredis.storage.memory.device_arena import DeviceArena
+from tests.stand_in_cuda import stand_in_cuda
 from tests.storage.memory.test_page_lock import FakeDriver
 
 from .lane_server import pass_time
@@ -202,6 +206,72 @@ def test_an_answer_that_comes_in_pieces_is_read_as_one_that_comes_whole() -> Non
             assert isinstance(lease, SharedLease)
             lease.release()
         assert not connection.has_leases
+
+
+@contextmanager
+def gpu_told_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AttachedConnection, socket.socket]]:
+    """The same with 8 MiB of the server's GPU memory, which the arena's 64 KiB come before."""
+    monkeypatch.setenv(cuda.LIBRARY_VARIABLE, str(stand_in_cuda()))
+    with told_by() as (connection, theirs):
+        connection._gpu, connection.gpu_base = GpuMemory(DeviceArena.create(8 << 20)), 1 << 16
+        yield connection, theirs
+
+
+def test_an_answer_of_places_on_a_gpu_that_comes_in_pieces_is_read_as_one_that_comes_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = [((1 << 16) + number * 4096, number) for number in range(100)]
+    said = b"*100\r\n" + b"".join(b"*3\r\n:%d\r\n:%d\r\n$3\r\ngpu\r\n" % place for place in wanted)
+
+    def speak(theirs: socket.socket) -> None:
+        for at in range(0, len(said), 7):
+            theirs.sendall(said[at : at + 7])
+        theirs.sendall(b"+PONG\r\n")
+
+    with gpu_told_by(monkeypatch) as (connection, theirs):
+        speaker = threading.Thread(target=speak, args=(theirs,))
+        speaker.start()
+        answers = connection.read_leases(1e9, 100)
+        assert places([*answers]) == wanted
+        assert {type(each) for each in answers} == {GpuLease}
+        assert connection.read() == "PONG"
+        speaker.join()
+        for lease in answers:
+            assert isinstance(lease, GpuLease)
+            lease.release()
+        assert not connection.has_leases
+
+
+@pytest.mark.parametrize("count", [1, 64, 700])
+@pytest.mark.parametrize("other", [b"$-1\r\n", b"*2\r\n:512\r\n:512\r\n", b"$3\r\ngpu\r\n", b"-OOM no\r\n"])
+def test_what_else_is_among_places_on_a_gpu_comes_in_its_turn(
+    other: bytes, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first in (0, count // 2, count - 1):
+        items = [b"*3\r\n:%d\r\n:512\r\n$3\r\ngpu\r\n" % (65536 + number * 8) for number in range(count)]
+        items[first] = other
+        with gpu_told_by(monkeypatch) as (connection, theirs):
+            theirs.sendall(b"*%d\r\n" % count + b"".join(items) + b"+PONG\r\n")
+            answers = connection.read_leases(1e9, count)
+            on_gpu = [each for each in answers if isinstance(each, GpuLease)]
+            assert places([*on_gpu]) == [(65536 + number * 8, 512) for number in range(count) if number != first]
+            assert str(answers[first]) in ("None", "b'gpu'", "OOM no") or places([answers[first]]) == [(512, 512)]
+            assert connection.read() == "PONG"
+
+
+@pytest.mark.parametrize("wrong", [b"$3\r\ngpt", b"$4\r\ngpu", b":3\r\ngpu", b"$3\r\ngp\n"])
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_place_that_is_not_on_our_gpu_breaks_the_connection(
+    wrong: bytes, has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpu_told_by(monkeypatch) as (connection, theirs):
+        connection.set_timeout(0.2)
+        if not has_gpu:
+            connection._gpu, wrong = None, b"$3\r\ngpu"
+        theirs.sendall(b"*2\r\n*3\r\n:65536\r\n:5\r\n" + wrong + b"\r\n*3\r\n:65536\r\n:5\r\n$3\r\ngpu\r\n")
+        with pytest.raises(BackendError):
+            connection.read_leases(1e9, 2)
+        assert not connection.usable
 
 
 @pytest.mark.parametrize("count", [1, 64, 1000])

@@ -20,6 +20,7 @@ from kvredis.storage.disk.recovery import DiskOptions
 from kvredis.storage.disk.tier import DiskTier
 from kvredis.storage.memory import cuda
 from kvredis.storage.tiering import gpu as tier_module
+from tests.server.feed import request
 from tests.server.gpu_server import GPU_BYTES, GpuClient, GpuServer, on_gpu
 from tests.server.lane_client import attached, connected
 from tests.server.live import MIB, OOM, LiveServer, pattern, until
@@ -68,6 +69,31 @@ async def test_attaching_tells_of_the_memory_and_old_clients_see_no_change(loop:
         assert str(await old.ask("KV.RESERVE", "k", MIB, "GPU")) == (
             "ERR this connection is not attached to GPU memory: KV.ATTACH GPU"
         )
+
+
+@pytest.mark.parametrize("disk", [False, True])
+async def test_attaching_tells_whether_what_is_leased_may_have_to_be_brought(
+    loop: str, disk: bool, tmp_path: Path
+) -> None:
+    live = GpuServer(tmp_path)
+    if disk:
+        live.store.add_disk(DiskTier.open(DiskOptions(tmp_path / "disk", 32 * MIB, False, MIB)))
+    async with live, attached(live) as of_memory, on_gpu(live) as of_both:
+        assert of_memory.facts[b"disk"] == 1, "what is on the GPU is copied to memory for it"
+        assert of_both.facts[b"disk"] == disk
+
+
+async def test_of_rooms_that_are_asked_for_together_one_waits_where_there_is_none(loop: str, tmp_path: Path) -> None:
+    async with GpuServer(tmp_path) as live, on_gpu(live) as holder, on_gpu(live) as other, on_gpu(live) as writer:
+        for number, client in enumerate([holder, other] * 3 + [holder]):
+            await client.put(str(number), pattern(MIB, number))
+            assert isinstance((await client.ask("KV.LEASE", 0, str(number)))[0], list)
+        await writer.put("last", OLD)
+        for number in range(5):
+            writer.sock.sendall(request("KV.RESERVE", f"new{number}", str(MIB + MIB // 2), "GPU"))
+        assert [str(await writer.read())[:3] for _ in range(5)] == ["OOM"] * 5
+        assert live.gpu.stats.spill_waits == 1
+        assert live.gpu.stats.refused == 5
 
 
 async def test_one_lease_names_places_of_both_memories_and_one_release_ends_them(loop: str, tmp_path: Path) -> None:
