@@ -73,6 +73,11 @@ WINDOW_BYTES = 16 * BATCH_BYTES
 WINDOW_PART = 8
 PIECES = 4
 """What is under way at once is that many pieces at least: while one is waited for the others move."""
+GPU_PIECES = 2
+"""The same where they move between GPUs, sooner than they are asked for."""
+GPU_PART = 4
+"""A store may have reserved so large a part of a server's GPU memory, which is half of what the server lets one client
+have: the copies of a whole prompt are then asked for while it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +279,11 @@ class MoverContext:
     def piece_bytes_max(self) -> int:
         """How much it may, where others are under way already."""
         return max(self.piece_bytes, self.bandwidth.piece_bytes(self.options.window_bytes // PIECES))
+
+    @property
+    def gpu_piece_bytes(self) -> int:
+        """The same between GPUs."""
+        return max(self.piece_bytes, self.bandwidth.piece_bytes(self.options.window_bytes // GPU_PIECES))
 
 
 class MoverTask(Task):

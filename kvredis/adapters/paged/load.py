@@ -29,9 +29,11 @@ NEAR_S = 0.5e-3
 from disk, takes milliseconds."""
 
 
-HEADS_TOGETHER = 8
-"""Chunks on a GPU that are leased before the first of them is opened: a header takes the link no time, but 25 us to be
-asked and waited for."""
+HEADS_TOGETHER = 64
+HEADS_GROW = 8
+"""Chunks on a GPU are leased together, and their headers read, before the first of them is opened: a header takes the
+link no time, but 25 us to be asked and waited for. So many times as many each time, up to HEADS_TOGETHER: the first are
+waited for. 60 of 32 MiB came in 13.3 ms, and in 16.3 by eight (two H200s)."""
 
 
 class LeasedChunk:
@@ -203,7 +205,8 @@ class ChunkLoad(MoverTask):
 
     def _lease(self, leases: Iterator[Lease | None]) -> None:
         """Lease the next chunk; behind one that is on a GPU several, since their heads are waited for."""
-        count = min(HEADS_TOGETHER if self._is_on_gpu else 1, len(self._job.moves) - self._leased)
+        together = min(HEADS_GROW * self._leased, HEADS_TOGETHER) if self._is_on_gpu else 1
+        count = min(together, len(self._job.moves) - self._leased)
         began_s = time.perf_counter()
         some: list[Lease | None] = []
         try:
@@ -216,7 +219,9 @@ class ChunkLoad(MoverTask):
                 if lease is not None:
                     lease.release()
             raise
-        self._is_on_gpu = isinstance(some[-1], GpuLease)
+        was_on_gpu, self._is_on_gpu = self._is_on_gpu, isinstance(some[-1], GpuLease)
+        if self._is_on_gpu and not was_on_gpu:
+            self._piece_bytes = self._context.gpu_piece_bytes
         self._lease_s += time.perf_counter() - began_s
         self._leased += len(some)
         self._at_hand += zip(some, heads, strict=True)
@@ -254,7 +259,8 @@ class ChunkLoad(MoverTask):
             return False
         if self._next_bytes >= self._piece_bytes and not is_last:
             self._send()
-            self._piece_bytes = min(2 * self._piece_bytes, self._context.piece_bytes_max)
+            if not self._is_on_gpu:
+                self._piece_bytes = min(2 * self._piece_bytes, self._context.piece_bytes_max)
             while self._under_way and not self._gap and ((self._waits and self._is_full) or self._is_known):
                 self._settle()
         return not self._gap

@@ -17,7 +17,7 @@ from kvredis.adapters.transfer.base import Moving, Part, Transfer, wait_for_all
 from kvredis.backends.base import Reservation
 from kvredis.backends.shm.gpu_writer import GpuReservation
 
-from .jobs import ChunkMove, JobState, MoverContext, MoverTask
+from .jobs import GPU_PART, ChunkMove, JobState, MoverContext, MoverTask
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,19 @@ class ReservedChunk(ReservedBlock):
         super().__init__(reservation, group.layout, group.tokens_of(move))
         self.move = move
         self.checksum = context.checksums.of(self.tensor)
-        self.is_on_gpu = isinstance(reservation, GpuReservation)
-        """Whether the room is a server's GPU's."""
+        self.gpu_bytes = reservation.memory_bytes if isinstance(reservation, GpuReservation) else 0
+        """How much GPU memory the server has, where the room is there."""
         self._told = 0
         """Bytes of which the backend knows that they are there."""
 
     def part(self, transfer: Transfer) -> Part:
         """What its group's transfer is given next."""
         return Part(self.move.pages, self.tensor, row=self.checksum.row_in(transfer, self.tensor))
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the room is a server's GPU's."""
+        return bool(self.gpu_bytes)
 
     def has_layers(self, count: int, *, is_last: bool) -> None:
         """Note that its first `count` layers have come. They may leave when they are as much as is worth a message."""
@@ -133,6 +138,7 @@ class ChunkStore(MoverTask):
         self._held_bytes = 0
         """Reserved for what is under way, or filled."""
         self._piece_bytes = context.piece_bytes
+        self._window_bytes = context.options.window_bytes
 
     def _run(self) -> None:
         try:
@@ -174,13 +180,14 @@ class ChunkStore(MoverTask):
                 if self._job.head_first:  # what is behind a gap is worth nothing
                     break
                 at += len(chunks) + 1 - len(together)  # those nearer to the head are still worth storing
+            if chunks and chunks[-1].is_on_gpu:  # copies between GPUs are sooner over than asked for
+                self._piece_bytes = self._context.gpu_piece_bytes
+                self._window_bytes = max(self._window_bytes, chunks[-1].gpu_bytes // GPU_PART)
             if bytes_of(self._next) >= self._piece_bytes:
                 self._send()
                 self._advance(order)
-                while self._held_bytes > self._context.options.window_bytes:
+                while self._held_bytes > self._window_bytes:
                     self._settle(order)
-            if chunks and chunks[-1].is_on_gpu:  # copies between GPUs are sooner over than asked for
-                self._piece_bytes = self._context.piece_bytes_max
         if not self._job.cancelled:
             self._send()
         while self._under_way or self._filled:

@@ -2,6 +2,7 @@
 written there by the engine, found by every client, and read where they lie."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +23,7 @@ from kvredis.backends.config.url import parse_url
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.remote.write_queue import WriteQueue
 from kvredis.backends.resp.connection import Connection
+from kvredis.backends.shm import reader
 from kvredis.backends.shm.gpu_writer import GpuReservation, GpuWriter
 from kvredis.backends.shm.leases import GpuLease
 from kvredis.storage.memory import cuda
@@ -183,6 +185,78 @@ def test_of_a_chunk_on_the_gpu_the_last_pages_may_be_loaded_alone(opened: OpenBa
     with mover_on(opened(), second) as mover:
         assert load_now(mover, LoadJob("s", part)) == 5
     assert all(second.bytes_of(move) == first.bytes_of(move) for move in part)
+
+
+class HeldTransfer(SummingTransfer):
+    """Copies at once what it is asked for, and says so when `over` is set, as behind a forward pass that ends then."""
+
+    def __init__(self, paged: PagedKV) -> None:
+        super().__init__(paged)
+        self.over = threading.Event()
+
+    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        return HeldMoving(super().store(parts, after=after), self.over)
+
+
+class HeldMoving:
+    def __init__(self, moving: Moving, over: threading.Event) -> None:
+        self._moving = moving
+        self._over = over
+
+    @property
+    def parts_done(self) -> int:
+        return self._moving.parts_done if self._over.is_set() else 0
+
+    @property
+    def done(self) -> bool:
+        return self._over.is_set() and self._moving.done
+
+    def wait(self, parts: int | None = None) -> None:
+        assert self._over.wait(WAIT_S)
+        self._moving.wait(parts)
+
+
+def test_the_copies_of_a_whole_prompt_are_asked_for_while_it_is_computed(
+    server: ServerProcess, opened: OpenBackend
+) -> None:
+    transfers: list[HeldTransfer] = []
+
+    def held(paged: PagedKV) -> HeldTransfer:
+        transfers.append(HeldTransfer(paged))
+        return transfers[-1]
+
+    engine = PagedEngine(1, transfer=held, groups=1, pages=4 * 30)
+    moves, backend = moves_of("a", 30, pages=4 * 30), opened()
+    with mover_on(backend, engine, batch_bytes=1, window_bytes=1) as mover:
+        mover.store(StoreJob("r", moves, len(moves) * CHUNK))
+        each = len(block_for(engine, moves[0]))
+        wait_until(lambda: figures(server)["reserved"] >= 30 * each, "room for all chunks")
+        assert figures(server)["entries"] == 0
+        for transfer in transfers:
+            transfer.over.set()
+        assert mover.settle(WAIT_S)
+    assert (figures(server)["entries"], figures(server)["reserved"]) == (30, 0)
+
+
+def test_all_leases_of_a_load_are_asked_for_ahead_where_no_disk_is_waited_for(
+    server: ServerProcess, opened: OpenBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = PagedEngine(1, transfer=SummingTransfer, groups=1, pages=4 * 30)
+    moves = moves_of("a", 30, pages=4 * 30)
+    stored(opened(), engine, moves)
+    nbytes = len(block_for(engine, moves[0]))
+    monkeypatch.setattr(reader, "TOGETHER_BYTES", 10 * nbytes)
+    monkeypatch.setattr(reader, "ARENA_PARTS", (4, 10**9))
+    backend, other = opened(), PagedEngine(100, transfer=SummingTransfer, groups=1, pages=4 * 30)
+
+    def asked() -> int:
+        return int(ask(server, "INFO", "commandstats")["cmdstat_kv.lease"]["calls"])
+
+    with mover_on(backend, other) as mover:
+        assert load_now(mover, LoadJob("first", moves[:1])) == 1  # how long they are is known from here on
+        before = asked()
+        assert load_now(mover, LoadJob("s", moves)) == 30
+    assert asked() - before == 3
 
 
 def test_a_block_that_is_damaged_on_the_gpu_is_a_miss_and_is_forgotten(

@@ -192,6 +192,18 @@ def test_small_parts_share_a_buffer_and_large_ones_are_cut() -> None:
     assert set(gpu.copies) == {1}
 
 
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_between_gpus_buffers_are_longer_and_each_is_filled(way: str) -> None:
+    layers = made_layers()
+    gpu = LazyGpu(PagedKV(layers))
+    gpu.holds_both_ends = True
+    transfer, _ = ring(layers, gpu, units=24)
+    parts = parts_of(layers, [1] * 40)
+    getattr(transfer, way)(parts, **({"is_last": True} if way == "load" else {})).wait()
+    assert gpu.copies == [16, 16, 8]  # parts of 6 units, in buffers of 96
+    assert all(true(layers, part) for part in parts)
+
+
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_failed_copy_is_an_error_of_wait_once_nothing_is_under_way(after: int) -> None:
     layers = made_layers()

@@ -180,6 +180,9 @@ class RingWay:
         self._summed: Event | None = None
         self._nbytes = nbytes
         self._linked_nbytes = linked_nbytes
+        self._is_linked = False
+        """Whether the far end of the last job is a GPU's memory: a copy there is sooner over than the next one is asked
+        for."""
         self._kernels = device.stream(uploads=True)
         self._ring: list[Slot] = []
         self._next = 0
@@ -193,12 +196,14 @@ class RingWay:
         """Enqueue the whole job, parts of `moving` behind so many before; of a load all but its last checksums, which
         `sum_up` does. `is_last` as in Transfer.load. Raises RuntimeError from the device."""
         if job.units:
+            self._is_linked = self._device.on_gpu(address_of(job.memories[0]))
             self._open(job)
             with self._device.here():
                 if self._is_out:
                     self._out(job, after, moving, before)
                 else:
-                    last_share = self._tuning.last_in_share if is_last and job.rows is not None else 1
+                    is_waited_for = is_last and job.rows is not None and not self._is_linked
+                    last_share = self._tuning.last_in_share if is_waited_for else 1
                     self._in(job, after, moving, before, last_share)
 
     def sum_up(self) -> None:
@@ -210,7 +215,7 @@ class RingWay:
 
     def _open(self, job: AnyPlan) -> None:
         if not self._ring:
-            if self._device.on_gpu(address_of(job.memories[0])):
+            if self._is_linked:
                 self._nbytes = self._linked_nbytes
             with self._device.on(self._kernels):
                 self._ring = list(self._made_slots())
@@ -218,7 +223,7 @@ class RingWay:
     def _out(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
         device = self._device
         pages = self._pages(job, after, moving)
-        for span in job.slots(self._nbytes, self._tuning.first_out_share if self._rests else 1):
+        for span in job.slots(self._nbytes, self._first_share(self._tuning.first_out_share)):
             self._pace(job, span, moving)
             slot = self._slot()
             if slot.free is not None:
@@ -246,7 +251,7 @@ class RingWay:
 
     def _come(self, job: AnyPlan, moving: RingMoving, last_share: int) -> Iterator[tuple[Span, Slot]]:
         """Have what is loaded copied into buffers; kernels come behind that from now on."""
-        for span in job.slots(self._nbytes, self._tuning.first_in_share if self._rests else 1, last_share):
+        for span in job.slots(self._nbytes, self._first_share(self._tuning.first_in_share), last_share):
             if last_share == 1:  # else the rest is in small pieces, and waited for
                 self._pace(job, span, moving)
             slot = self._filled(job, span)
@@ -263,7 +268,7 @@ class RingWay:
             free = self._ring[self._next].free
             if early_s <= 0 or free is None or free.query():
                 return
-            if not self._device.on_gpu(address_of(job.memories[0])):  # between GPUs copies are many times faster
+            if not self._is_linked:
                 time.sleep(early_s)
 
     def _filled(self, job: AnyPlan, span: Span) -> Slot:
@@ -339,11 +344,11 @@ class RingWay:
             self._uploaded = job.numbers, self._device.upload(job.numbers, self._kernels)
         return self._uploaded[1]
 
-    @property
-    def _rests(self) -> bool:
-        """Whether nothing is under way, so that the first copy is waited for."""
+    def _first_share(self, share: int) -> int:
+        """What part of the first buffer is filled: all of it, unless nothing is under way, so that its copy is waited
+        for."""
         last = self._ring[self._next - 1].free
-        return last is None or last.query()
+        return 1 if self._is_linked or not (last is None or last.query()) else share
 
     def _slot(self) -> Slot:
         """The next buffer, whose copies come behind those of the one before it."""

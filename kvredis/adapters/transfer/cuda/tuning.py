@@ -17,9 +17,11 @@ class Tuning:
     """Staging buffers of each direction. Three of 32 MiB move as much and take a quarter less of the GPU's memory, but
     asking takes twice as long, and that takes the interpreter from the engine: beside vLLM 1.7 ms for 60 MiB of a
     step's layer (profiled)."""
-    linked_factor: int = 2
-    """A buffer is so many times as long where the far end is another GPU's memory: NVLink moves 64 MiB in 0.2 ms, which
-    is little beside asking for it."""
+    linked_factor: int = 4
+    """A buffer is so many times as long where the far end is another GPU's memory: NVLink moves 64 MiB in 0.2 ms, and a
+    chunk's checksum takes 0.5 ms, which is found beside those of the other chunks in the buffer. 60 chunks of 32 MiB
+    were stored in 20.2, 11.2 and 6.9 ms and loaded in 11.7, 7.4 and 6.4 with 1, 2 and 4, without checksums in 5.5 and
+    5.7, and copied alone in 5.3 (two H200s, medians of 9)."""
     head_parts: int = 48
     """Of more parts than that, so many go first: 512 take 0.2 ms to plan, in which nothing was copied. In three jobs it
     takes longer than in two (3b in chunks of 16, by 1 % in turns)."""
