@@ -93,7 +93,7 @@ cdef class LeaseRun:
 
 
 cdef class OneOrder:
-    cdef public object _order, touch
+    cdef public object _order, touch, renew
     cdef public bint coldest_first
     cdef bint is_plain
 
@@ -126,6 +126,7 @@ cdef class StoreCore:
     cdef Lock guard
     cdef double now(self) except? -1
     cdef int touch(self, Entry entry) except -1
+    cdef int renew(self, Entry entry) except -1
     cdef int admit(self, object policy, Entry entry) except -1
     cdef int forget(self, object policy, Entry entry) except -1
     cdef Entry coldest(self, object policy, Entry newest)

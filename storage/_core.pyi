@@ -307,6 +307,8 @@ class OneOrder:
     _order: OrderedDict[Entry, None]
     touch: Callable[[Entry], None]
     """As Policy; without a frame of its own."""
+    renew: Callable[[Entry], None] | None
+    """As `touch`, of an entry that is written over where it is; None where that is the same."""
     coldest_first: bool
     """Whether what is first in it and has no lease is what leaves next."""
 

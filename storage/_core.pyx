@@ -725,6 +725,15 @@ cdef class StoreCore:
             policy.touch(entry)
         return 0
 
+    cdef int renew(self, Entry entry) except -1:
+        """Tell the order of eviction that a small value is written over where it is."""
+        policy = self.inline_policy
+        if isinstance(policy, OneOrder) and (<OneOrder> policy).renew is not None:
+            (<OneOrder> policy).renew(entry)
+        else:
+            self.touch(entry)
+        return 0
+
     cdef int admit(self, object policy, Entry entry) except -1:
         """Let the order of eviction have an entry."""
         if isinstance(policy, OneOrder) and (<OneOrder> policy).is_plain:
@@ -1114,7 +1123,7 @@ cdef class StoreCore:
                 entry.length = len(value)
                 entry.value, entry.hits = value, 0
                 entry.created_s = entry.accessed_s = now_s or self.now()
-                self.touch(entry)
+                self.renew(entry)
                 self.stats.overwritten += 1
                 self.renumber(entry)
                 if self.journal is not None:

@@ -159,6 +159,7 @@ class FIFO(_OneOrder):
     def __init__(self) -> None:
         super().__init__()
         self.touch = self._order.__getitem__  # the KeyError, and nothing else
+        self.renew = self._order.move_to_end
         self.coldest_first = True
 
     def touch_run(self, entries: Sequence[Entry]) -> None:

@@ -414,6 +414,15 @@ def test_of_equal_blocks_exactly_the_coldest_leaves(name: str, first: bytes) -> 
         assert [key for key in keys if key not in present(store, keys)] == [first]
 
 
+@pytest.mark.parametrize("length", [10, BLOCK_BYTES])
+def test_what_is_stored_anew_is_the_last_that_came_to_fifo(length: int) -> None:
+    with closing(store_with("FIFO")) as store:
+        for key in (b"a", b"b", b"c", b"a"):
+            assert store.put(key, bytes(length))
+        policy = store.inline_policy if length < BLOCK_BYTES else store.policy
+        assert [entry.key for entry in policy.victims()] == [b"b", b"c", b"a"]
+
+
 def test_mru_keeps_what_is_old() -> None:
     with closing(store_with("MRU")) as store:
         keys = fill(store)
