@@ -4,6 +4,9 @@ Every entry is in one of three places. *Old* is the order that was in force; fro
 coldest first by what they know of themselves, to *new*. Whatever is stored or used meanwhile is *late*: it comes behind
 all that was handed over, in the order of its use. Until all is done new leaves first, then old, then late; when the
 last late one has been handed over, the new order is the whole, and the store goes on with it alone.
+
+A change that comes before the last one is done goes on from where that is: what it had made new is one more old order,
+and late is late. There are as many old orders as changes came between two steps of handing over, and empty ones go.
 """
 
 from collections import OrderedDict
@@ -22,7 +25,8 @@ class Succession:
     def __init__(self, old: Policy, new: Policy) -> None:
         self.name, self.selective = new.name, new.selective
         self.new = new
-        self._old = old
+        self._olds: list[Policy] = [old]
+        """The old orders, in the order in which they leave."""
         self._late: OrderedDict[Entry, int] = OrderedDict()
         """With their uses, the one used last at the end."""
         self._is_ending = False
@@ -30,6 +34,10 @@ class Succession:
         self._gone_uses = 0
         """Name and uses of the last one that left, for the case that it has only been written over."""
         self._lock = Lock()  # a use takes several steps here, and may come while another thread admits or forgets
+        if isinstance(old, Succession):
+            with old._lock:
+                self._olds = [each for each in (old.new, *old._olds) if len(each)]
+            self._late, self._lock = old._late, old._lock  # a use may still be under way there
 
     # ---- handing over --------------------------------------------------------------------------------------------
 
@@ -37,9 +45,10 @@ class Succession:
         """Make an entry of the old order the last of the new one; one that is not there (any more) stays where it
         is."""
         with self._lock:
-            if entry in self._old:
-                uses = self._uses_in_old(entry)
-                self._old.forget(entry)
+            old = self._old_of(entry)
+            if old is not None:
+                uses = _uses_in(old, entry)
+                old.forget(entry)
                 self.new.restore(entry, uses)
 
     def end(self, entries_max: int) -> bool:
@@ -50,30 +59,26 @@ class Succession:
             for _ in range(min(entries_max, len(self._late))):
                 entry, uses = self._late.popitem(last=False)
                 self.new.restore(entry, uses)
-            return not (self._late or len(self._old))
+            return not (self._late or any(map(len, self._olds)))
 
     @property
     def late(self) -> int:
         """How many late ones there are."""
         return len(self._late)
 
-    def _uses_in_old(self, entry: Entry) -> int:
-        uses = self._old.uses(entry)
-        return entry.hits + 1 if uses is None else uses
+    def _old_of(self, entry: object) -> Policy | None:
+        return next((old for old in self._olds if entry in old), None)
 
     def _take(self, entry: Entry) -> int:
         """Take an entry out of where it is; gives its uses. KeyError when it is nowhere."""
         uses = self._late.pop(entry, None)
         if uses is not None:
             return uses
-        if entry in self.new:
-            uses = self.new.uses(entry)
-            self.new.forget(entry)
-            return entry.hits + 1 if uses is None else uses
-        uses = self._uses_in_old(entry)
-        if entry not in self._old:
+        order = self.new if entry in self.new else self._old_of(entry)
+        if order is None:
             raise KeyError(entry)
-        self._old.forget(entry)
+        uses = _uses_in(order, entry)
+        order.forget(entry)
         return uses
 
     # ---- Policy --------------------------------------------------------------------------------------------------
@@ -95,7 +100,7 @@ class Succession:
 
     def end_changed(self, entry: Entry) -> None:
         with self._lock:
-            for order in (self.new, self._old):
+            for order in (self.new, *self._olds):
                 if entry in order:
                     order.end_changed(entry)
 
@@ -113,14 +118,18 @@ class Succession:
 
     def victims(self) -> Iterator[Entry]:
         """As Policy: in the order that the new one has so far, then in the old one's."""
-        rest = chain(self._old.victims(), self._old.others(), self._unleased_late())
+        rest = self._unleased_rest()
         return _each_once(chain(self.new.victims(), filter(_has_end, rest) if self.selective else rest))
 
     def others(self) -> Iterator[Entry]:
         if not self.selective:
             return iter(())
-        rest = chain(self._old.victims(), self._old.others(), self._unleased_late())
+        rest = self._unleased_rest()
         return _each_once(chain(self.new.others(), (entry for entry in rest if not _has_end(entry))))
+
+    def _unleased_rest(self) -> Iterator[Entry]:
+        olds = [chain(old.victims(), old.others()) for old in self._olds]
+        return chain(*olds, self._unleased_late())
 
     def _unleased_late(self) -> Iterator[Entry]:
         try:
@@ -141,17 +150,22 @@ class Succession:
         with self._lock:
             if entry in self._late:
                 found = self._late[entry]
-            elif entry in self._old:
-                found = self._uses_in_old(entry)
+            elif (old := self._old_of(entry)) is not None:
+                found = _uses_in(old, entry)
             else:
                 return self.new.uses(entry)
             return None if self.new.uses(entry) is None else min(found, 255)
 
     def __len__(self) -> int:
-        return len(self.new) + len(self._old) + len(self._late)
+        return len(self.new) + sum(map(len, self._olds)) + len(self._late)
 
     def __contains__(self, entry: object) -> bool:
-        return entry in self.new or entry in self._late or entry in self._old
+        return entry in self.new or entry in self._late or self._old_of(entry) is not None
+
+
+def _uses_in(order: Policy, entry: Entry) -> int:
+    uses = order.uses(entry)
+    return entry.hits + 1 if uses is None else uses
 
 
 def _has_end(entry: Entry) -> bool:

@@ -1,6 +1,7 @@
 """A new policy that takes over step by step, while the store is read, written, emptied and given yet another one."""
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -43,6 +44,24 @@ def test_the_store_agrees_with_a_dict_while_policies_follow_one_another(seed: in
         assert not isinstance(walk.store.policy, Succession)
         walk.end()
     assert changes > 3
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_policies_may_follow_one_another_as_quickly_as_they_like(steps: int) -> None:
+    with closing(Store(Arena.create(8 * 1024 * 1024, HugepageMode.OFF))) as store:
+        keys = [b"k%03d" % number for number in range(100)]
+        for key in keys:
+            store.put(key, b"value")
+        for number in range(sys.getrecursionlimit() + 1):
+            store.set_eviction(make_policy(("FIFO", "LFU", "volatile-lru", "LRU")[number % 4]))
+            for _ in range(steps):
+                store.give_back()
+        assert store.fetch(keys[0]) == b"value"
+        store.delete(keys[:1])
+        while store.give_back():
+            pass
+        assert [entry.key for entry in store.victims(store.inline_policy)] == keys[1:]
+        store.check_integrity()
 
 
 def test_an_entry_that_is_used_while_a_policy_takes_over_leaves_last() -> None:
