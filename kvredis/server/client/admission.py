@@ -27,6 +27,7 @@ from typing import Final, Protocol, TypeAlias
 from kvredis.server.cluster.node import TRY_AGAIN, Cluster
 from kvredis.server.commands.registry import SPELLINGS
 from kvredis.server.multipart import Parts
+from kvredis.server.protocol import _hot
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import REFUSED, Argument, Refused
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 Room: TypeAlias = Reservation | Refused | Blocked
 """What admission answers; of Blocked, the session sets that it waits."""
 
-SHARE: Final = 4
+SHARE: Final = _hot.SHARE
 """Values on their way may hold a quarter of the arena; a single one may be larger when it is alone."""
 
 CLIENT_SHARE: Final = 2

@@ -47,6 +47,7 @@ from kvredis.server.net.io_threads import REST_BYTES_MIN, Receiving, Sending
 from kvredis.server.net.listeners import address_of, unix_name
 from kvredis.server.net.rcvlowat import LowWater
 from kvredis.server.net.zerocopy import Splicer, peer_pid
+from kvredis.server.protocol import _hot
 from kvredis.server.protocol._hot import HotSession
 from kvredis.server.protocol.parser import Parser
 from kvredis.server.protocol.replies import NULL, NULL_BULK, Buffer, Reply, error
@@ -62,7 +63,7 @@ log = logging.getLogger(__name__)
 
 ERROR: Final = ord("-")
 
-REPLY_BYTES_HIGH: Final = 1024 * 1024
+REPLY_BYTES_HIGH: Final = _hot.REPLY_BYTES_HIGH
 """Replies of a pipeline are gathered up to here before they are written: one system call, and one lease batch."""
 
 UNSENT_BYTES_MAX: Final = 1024 * 1024
@@ -113,7 +114,8 @@ class Session(HotSession, asyncio.BufferedProtocol):
     _push_bytes = 0
 
     def __init__(self, server: Context) -> None:
-        self._take_part(server, Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches))
+        parser = Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches)
+        self._take_part(server, parser, REST_BYTES_MIN)
         self.id: int = server.next_session_id()
         self.user: User = server.acl.default
         self.authenticated = self.user.needs_no_password

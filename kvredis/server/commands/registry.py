@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
 from kvredis.server.client.blocked import Answer
+from kvredis.server.protocol import _hot
 from kvredis.server.protocol.replies import Reply, error
 from kvredis.server.protocol.request import Argument
 
 Handler: TypeAlias = Callable[[Any, list[bytes]], Answer]
 """The first argument is the client that calls. Each family says what it needs of one: Client, Caller or ClientOf."""
 
-PLAIN_ARGS_MAX = 16
+PLAIN_ARGS_MAX = _hot.PLAIN_ARGS_MAX
 """Of commands that change something; a lookup of thousands of keys still takes but a millisecond."""
 QUICK = frozenset({"set", "setex", "psetex", "getrange", "mset"})
 """O(1) here, though Redis does not call them fast."""

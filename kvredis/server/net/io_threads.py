@@ -38,6 +38,7 @@ from time import monotonic
 from typing import Final, Protocol, TypeVar
 
 from kvredis.server.metrics.stats import ServerStats
+from kvredis.server.protocol import _hot
 from kvredis.server.protocol.replies import Buffer
 from kvredis.storage.background import start_worker
 from kvredis.storage.entry import Reservation
@@ -51,7 +52,7 @@ T = TypeVar("T", bound="Transfer")
 THREADS_AUTO_MAX: Final = 8
 PROCESSORS_MIN: Final = 8
 """With fewer, a client on this host and the engine beside it have none to spare. Measured on 16 alone."""
-REPLY_BYTES_MIN: Final = 512 * 1024
+REPLY_BYTES_MIN: Final = _hot.REPLY_BYTES_MIN
 """Shorter replies are sent before a thread would have woken up."""
 REST_BYTES_MIN: Final = 512 * 1024
 """If less is missing of a value, it is received before a thread would have woken up. SETs of 1 MiB by eight clients

@@ -16,6 +16,14 @@ from .parser import Scratches
 from .replies import Buffer, Reply
 from .request import Argument, Refused
 
+PLAIN_ARGS_MAX: Final[int]
+"""commands/registry.py says what it is."""
+REPLY_BYTES_HIGH: Final[int]
+"""client/session.py says what it is."""
+REPLY_BYTES_MIN: Final[int]
+"""net/io_threads.py says what it is."""
+SHARE: Final[int]
+"""client/admission.py says what it is."""
 NO_COMMANDS: Final[Iterator[list[Argument]]]
 NO_SCRATCH: Final[bytearray]
 NO_VIEW: Final[memoryview]
@@ -136,8 +144,9 @@ class HotSession:
     last_command_s: float
 
     def __init__(self, server: Context) -> None: ...
-    def _take_part(self, server: Context, parser: Reader) -> None:
-        """Note what the hot path looks at, once it is made."""
+    def _take_part(self, server: Context, parser: Reader, rest_bytes_min: int) -> None:
+        """Note what the hot path looks at, once it is made. Of values from `rest_bytes_min` on a thread may receive
+        some (net/io_threads.py)."""
 
     def _send_held_back(self) -> None:
         """Send what was held back, if it has not left since."""

@@ -29,8 +29,10 @@ from kvredis.storage._core cimport (
     offset_of,
 )
 
+from kvredis.server.protocol import request
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import REFUSED
+from kvredis.storage._core import GRAIN_BYTES, INLINE_BYTES_MAX, SLACK_BYTES
 
 cdef extern from "Python.h":
     Py_buffer *PyMemoryView_GET_BUFFER(object)
@@ -39,10 +41,9 @@ cdef extern from "Python.h":
 cdef enum:
     ARGS_MAX = 1024
     NAME_MAX = 8
-    ARGS_QUICK = 16  # as registry.PLAIN_ARGS_MAX: what takes no time worth a look at the clock
+    ARGS_QUICK = 16  # what takes no time worth a look at the clock
     PLAIN_MAX = 16 * 1024  # arguments of a command that is split here for others, and bytes of each
     PAYLOAD_MIN = 16 * 1024
-    REST_MIN = 512 * 1024  # net/io_threads.py's REST_BYTES_MIN: of longer ones a thread may receive some
     EVIDENCE_FROM = 1024 * 1024  # request.py's bounds of what is to be seen of a long value before it has room
     EVIDENCE_SHIFT = 13
     EVIDENCE_MAX = 8 * 1024
@@ -52,11 +53,24 @@ cdef enum:
     LENT_MAX = 512 * 1024  # of longer ones a thread may send some (net/io_threads.py)
     SHARE_OF_ARENA = 4
     SLACK = 2
+    GRAIN = 4096
     SCRATCH_BYTES = 20 * 1024  # request.py says why
     WIDE_VALUE_MAX = 32 * 1024  # longer values are received faster than they are copied out of the wide scratch
     HEAD_BYTES = 512
     PAGE_BYTES = 4096
     CLEAR_BYTES = 1024
+
+# Bounds that others have too: those that import this file have them from here, and of those that it imports it has its
+# own, as numbers that the compiler knows.
+PLAIN_ARGS_MAX, REPLY_BYTES_HIGH, REPLY_BYTES_MIN, SHARE = ARGS_QUICK, REPLY_HIGH, LENT_MAX, SHARE_OF_ARENA
+assert (PAYLOAD_MIN, SLACK, GRAIN) == (INLINE_BYTES_MAX, SLACK_BYTES, GRAIN_BYTES)
+assert (PAYLOAD_MIN, SCRATCH_BYTES, HEAD_BYTES) == (
+    request.PAYLOAD_BYTES_MIN, request.SCRATCH_BYTES, request.HEAD_BYTES
+)
+assert (EVIDENCE_FROM, EVIDENCE_SHIFT, EVIDENCE_MAX) == (
+    request.EVIDENCE_FROM_BYTES, request.EVIDENCE_SHIFT, request.EVIDENCE_BYTES_MAX
+)
+assert ARGUMENT_COST == request.ARGUMENT_BYTES
 
 cdef enum Kind:
     OTHER, GET, SET, MGET, MSET, EXISTS, DEL, MATCH, PING
@@ -478,6 +492,7 @@ cdef class HotSession:
     cdef public object waiting, _stream, _transport, _loop, _commands, _checks, _waiting_for_room
     cdef public list _replies, _lent, _pushes
     cdef public Py_ssize_t _reply_bytes
+    cdef Py_ssize_t _rest_bytes_min
     cdef public bytes nil
     cdef public long long unsaved_since, _writes_before
     cdef public str last_command
@@ -490,9 +505,10 @@ cdef class HotSession:
         self.last_command = "NULL"
         self.nil = b"$-1\r\n"
 
-    def _take_part(self, server, Reader parser):
-        """Note what the hot path looks at, once it is made."""
-        self.server, self.store, self._parser = server, server.store, parser
+    def _take_part(self, server, Reader parser, Py_ssize_t rest_bytes_min):
+        """Note what the hot path looks at, once it is made. Of values from `rest_bytes_min` on a thread may receive
+        some (net/io_threads.py)."""
+        self.server, self.store, self._parser, self._rest_bytes_min = server, server.store, parser, rest_bytes_min
         self._stats, self._admission = server.stats, server.admission
         self._checks = None if server.cluster is None else server.cluster.checks
         self._waiting_for_room, self._called, self._signs, self._receiving = server.admission.tables()
@@ -543,7 +559,7 @@ cdef class HotSession:
     cdef bint has_long_body(self) noexcept:
         """Whether a value comes in of which a thread might receive the rest."""
         cdef Reader reader = self._parser
-        return reader._body is not None and reader._length >= REST_MIN
+        return reader._body is not None and reader._length >= self._rest_bytes_min
 
     cdef bint is_plain(self) except -1:
         """Whether what has come is for this reader."""
@@ -724,7 +740,7 @@ cdef class HotSession:
             return False
         if self._waiting_for_room or self._called or self._signs or store.tiering is not None:
             return False
-        return not store.reserved_bytes or store.reserved_bytes + length + 4096 + 514 <= (
+        return not store.reserved_bytes or store.reserved_bytes + length + GRAIN + PAYLOAD_OFFSET + SLACK <= (
             (store.bound_bytes or store.allocator.capacity_bytes) // SHARE_OF_ARENA
         )
 

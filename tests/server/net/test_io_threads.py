@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server.client import session
 from kvredis.server.client.session import Session
 from kvredis.server.net import io_threads
 from kvredis.server.net.io_threads import QUEUE_THREADS_MIN, THREADS_AUTO_MAX, Receiving, Sending, threads_for
@@ -311,6 +312,24 @@ async def test_a_stream_cut_anywhere_means_the_same_to_loop_and_threads(seed: in
         for key, value in now.items():
             assert await client.get(key) == value
         assert live.server.stats.threaded_reads
+
+
+async def test_a_plain_set_is_received_by_a_thread_from_the_bound_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "REST_BYTES_MIN", 100_000)
+    async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
+        other, client = await live.connect("tcp"), await live.connect("tcp")
+        await other.send_raw(request("SET", "other", bytes(MIB))[: 20 * 1024])
+        await until(lambda: live.store.reserved_bytes)
+        before = live.server.stats.threaded_reads
+        for length in (99_000, 150_000):
+            stream = request("SET", "k", bytes(length))
+            await client.send_raw(stream[:20_000])
+            await until(lambda: live.server.admission.receiving == 2)
+            await client.send_raw(stream[20_000:])
+            assert await client.read_line() == b"+OK\r\n"
+            assert (live.server.stats.threaded_reads > before) == (length > 100_000)
 
 
 async def test_values_that_stall_give_their_threads_back_and_are_stored_in_the_end(loop: str, live: LiveServer) -> None:
