@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Command
+from kvredis.server.net.rcvlowat import LOW_WATER_BYTES
 from kvredis.server.protocol.request import SCRATCH_BYTES
 from tests.server.feed import request
-from tests.server.live import OOM, LiveServer, run_on, until
+from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
 
 KEYS = [b"key:%d" % number for number in range(40)]
 LARGE = b"L" * 20_000
@@ -217,6 +219,7 @@ async def test_many_values_of_the_arena_come_in_one_command(loop: str, live: Liv
             assert await client.get(f"k{number}") == value
         assert await client.get("a") == b"small"
     assert live.server.stats.sets_duplicate == 3
+    assert live.sessions()[0].pending_bytes == 0
     live.store.check_integrity()
 
 
@@ -298,3 +301,186 @@ async def test_a_long_pipeline_leaves_its_client_with_what_is_unread_and_no_more
         assert await client.read_bulk() == values[b"k0"]
         for key, value in values.items():
             assert await other.get(key) == value
+
+
+@pytest.mark.parametrize("length", [18_000, 100_000])
+async def test_a_value_without_room_is_refused_and_counted_once(length: int, loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    await client.say_hello()
+    leases = []
+    for number in range(20):
+        if live.store.put(b"held:%d" % number, bytes(MIB)) and (lease := live.store.lease(b"held:%d" % number)):
+            leases.append(lease)
+    refused = live.store.stats.refused
+    while live.store.put(b"rest", bytes(10_000)) and live.store.put(b"rest", bytes(20_000)):
+        if lease := live.store.lease(b"rest"):
+            leases.append(lease)
+        live.store.delete([b"rest"])
+    refused = live.store.stats.refused
+    assert await client.ask("SET", "k", bytes(length)) == OOM
+    assert live.store.stats.refused == refused + 1
+    assert not live.store.reserved_bytes
+    for lease in leases:
+        lease.release()
+
+
+async def test_a_short_value_waits_behind_those_that_wait_for_their_turn(loop: str, live: LiveServer) -> None:
+    claims = live.server.admission
+    first, second, third = [await live.connect() for _ in range(3)]
+    values = [pattern(3 * MIB, 1), pattern(3 * MIB, 2), pattern(18_000, 3)]
+    streams = [request("SET", f"k{number}", value) for number, value in enumerate(values)]
+    await first.send_raw(streams[0][:20_000])
+    await until(lambda: live.store.reserved_bytes)
+    await second.send_raw(streams[1][:20_000])
+    await until(lambda: len(claims.queue) == 1)
+    await third.send_raw(streams[2])
+    await until(lambda: len(claims.queue) == 2)
+    for client, stream, value, number in zip((first, second), streams, values, range(2), strict=False):
+        await client.send_raw(stream[20_000:])
+        assert await client.read_line() == b"+OK\r\n"
+        assert await client.get(f"k{number}") == value
+    assert await third.read_line() == b"+OK\r\n"
+    assert await third.get("k2") == values[2]
+
+
+async def test_a_short_value_waits_behind_one_in_parts_that_waits_for_its_turn(loop: str, live: LiveServer) -> None:
+    claims = live.server.admission
+    first, second, third = [await live.connect() for _ in range(3)]
+    stream = request("SET", "k", bytes(3 * MIB))
+    await first.send_raw(stream[:20_000])
+    await until(lambda: live.store.reserved_bytes)
+    await second.send("KV.RESERVE", "parts", str(3 * MIB))
+    await until(lambda: len(claims.queue) == 1)
+    await third.send("SET", "short", LARGE)
+    await until(lambda: len(claims.queue) == 2)
+    await first.send_raw(stream[20_000:])
+    assert await first.read_line() == b"+OK\r\n"
+    assert (await second.read_line())[:1] in (b":", b"$", b"*", b"+")
+    assert await third.read_line() == b"+OK\r\n"
+
+
+async def test_a_long_value_that_is_only_announced_has_no_room(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    await client.send_raw(request("SET", "k", bytes(3 * MIB))[:300])
+    await until(lambda: any(session.pending_bytes > 200 for session in live.sessions()))
+    assert not live.store.reserved_bytes
+
+
+async def test_a_reply_of_many_long_values_is_looked_up_as_the_client_takes_it(live: LiveServer) -> None:
+    client = await live.connect("tcp", receive_bytes=4096)
+    keys = [f"k{number}" for number in range(10)]
+    for number, key in enumerate(keys):
+        assert await client.ask("SET", key, pattern(MIB, number)) == b"+OK\r\n"
+    await client.send("MGET", *keys)
+    await until(lambda: live.store.leases)
+    assert live.store.leases < len(keys)
+    assert await client.read_line() == b"*10\r\n"
+    for number in range(10):
+        assert await client.read_bulk() == pattern(MIB, number)
+
+
+async def test_tokens_of_a_block_that_has_come_as_a_whole_are_counted(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    head = b'{"__metadata__": {"tokens": "256"}}'
+    for length in (16_384, 18_000, 100_000):
+        assert await client.ask("SET", "k", (bytes(8) + head).ljust(length)) == b"+OK\r\n"
+        entry = live.store.find(b"k")
+        assert entry is not None
+        assert entry.tokens == 256
+
+
+async def test_values_beside_each_other_keep_to_the_share_of_all(loop: str, live: LiveServer) -> None:
+    clients = [await live.connect() for _ in range(8)]
+    stream = request("SET", "k", bytes(900_000))
+    for client in clients:
+        await client.send_raw(stream[:20_000])
+    await until(lambda: len(live.server.admission.queue) == 4)
+    assert live.store.reserved_bytes <= live.server.admission.share_bytes
+    for client in clients:
+        await client.send_raw(stream[20_000:])
+    for client in clients:
+        assert await client.read_line() == b"+OK\r\n"
+
+
+async def test_a_plain_set_that_stops_coming_is_given_up(loop: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, body_timeout=0.2) as live:
+        client = await live.connect()
+        await client.send_raw(request("SET", "k", bytes(100_000))[:30_000])
+        await until(lambda: live.store.reserved_bytes)
+        assert await client.read_all() == b""
+        await until(lambda: not live.store.reserved_bytes)
+        assert live.server.admission.given_up == 1
+        live.complaints.clear()
+
+
+async def test_an_mset_that_has_come_before_a_bound_was_set_is_stored_as_a_whole_or_not_at_all(
+    loop: str, live: LiveServer
+) -> None:
+    other, client = await live.connect(), await live.connect()
+    await client.say_hello()
+    stream = request("MSET", "a", LARGE, "b", "small")
+    await client.send_raw(stream[:10_000])
+    await until(lambda: live.store.reserved_bytes)
+    assert await other.ask("CONFIG", "SET", "maxmemory-policy", "noeviction") == b"+OK\r\n"
+    assert await other.ask("CONFIG", "SET", "maxmemory", "1") == b"+OK\r\n"
+    await client.send_raw(stream[10_000:])
+    assert await client.read_line() == OOM
+    assert await other.ask("EXISTS", "a", "b") == b":0\r\n"
+    assert not live.store.reserved_bytes
+
+
+async def test_a_long_key_of_many_is_a_key(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    key = b"K" * 20_000
+    for cut in (10**6, 7_000):
+        stream = request("MSET", "a", LARGE, key, "x", "b", LARGE[::-1])
+        for at in range(0, len(stream), cut):
+            await client.send_raw(stream[at : at + cut])
+        assert await client.read_line() == b"+OK\r\n"
+        assert [await client.get(each) for each in (b"a", key, b"b")] == [LARGE, b"x", LARGE[::-1]]
+        assert await client.ask("DEL", "a", key, "b") == b":3\r\n"
+
+
+async def test_a_value_beyond_the_limit_of_a_query_ends_the_connection(loop: str, live: LiveServer) -> None:
+    client, other = await live.connect(), await live.connect()
+    assert await other.ask("CONFIG", "SET", "client-query-buffer-limit", str(MIB)) == b"+OK\r\n"
+    await client.send_raw(request("SET", "k", bytes(MIB + 1))[:20_000])
+    assert await client.read_all() == b""
+    assert live.server.stats.query_limit_disconnections == 1
+
+
+def receive(session: Session, data: bytes) -> None:
+    """Have it receive these bytes, as many at a time as it has room for."""
+    while data:
+        room = memoryview(session.get_buffer(-1))
+        received = min(len(room), len(data))
+        room[:received] = data[:received]
+        session.buffer_updated(received)
+        data = data[received:]
+
+
+async def test_nothing_more_is_run_for_a_client_of_which_a_reply_shows_that_it_has_gone(
+    loop: str, live: LiveServer
+) -> None:
+    client = await live.connect("tcp")
+    assert await client.ask("SET", "long", bytes(600_000)) == b"+OK\r\n"
+    (session,) = live.sessions()
+    client.reset()
+    receive(session, 2 * request("GET", "long") + request("SET", "after", "x"))
+    await until(lambda: not live.server.sessions)
+    assert live.store.find(b"after") is None
+
+
+async def test_a_long_value_that_ends_in_one_receive_leaves_no_low_water_mark(live: LiveServer) -> None:
+    client = await live.connect("tcp")
+    assert await client.ask("PING") == b"+PONG\r\n"
+    (session,) = live.sessions()
+    assert session._transport is not None
+    sock = session._transport.get_extra_info("socket")
+
+    stream = request("SET", "k", bytes(3 * MIB))
+    receive(session, stream[:20_000])
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == LOW_WATER_BYTES
+    receive(session, stream[20_000:])
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+    assert await client.read_line() == b"+OK\r\n"

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -9,6 +10,7 @@ from kvredis.storage.entry import INLINE_BYTES_MAX, Entry, Lease
 from kvredis.storage.eviction.base import FIFO, LRU, Policy
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
+from tests.storage.small_store import BLOCK_BYTES, BLOCKS, content, fill, keys_in, present, small_store
 
 LENGTHS = (100, 9_000, INLINE_BYTES_MAX, 60_000, 60_000, 60_000, 300_000)
 
@@ -51,7 +53,8 @@ def step(store: Store, rng: random.Random, leases: list[Lease]) -> None:
     elif what == 8 and leases:
         leases.pop(rng.randrange(len(leases))).release()
     elif what == 9:
-        store.match([key, b"%d" % rng.randrange(200)])
+        coldest = next((entry.key for entry in store.policy.victims()), key)
+        store.match([rng.choice([key, coldest]), b"%d" % rng.randrange(200)])
     elif what == 10 and rng.randrange(10) == 0:
         store.affirm([key])
     elif what == 11 and rng.randrange(40) == 0:
@@ -81,3 +84,34 @@ def test_the_same_leave_in_the_same_order(quick: type[LRU | FIFO], slow: type[LR
         store.check_integrity()
         store.close()
     assert stores[0].stats.evicted_bytes == stores[1].stats.evicted_bytes
+
+
+def test_what_was_flushed_makes_room_before_the_coldest_leaves() -> None:
+    with closing(small_store()) as store:
+        assert store.put(b"coldest", content(1), 1)
+        keys = fill(store, count=BLOCKS - 1)
+        store.flush(0, later=True)
+        assert store.put(b"new", content(2))
+        assert present(store, keys) == []
+        assert store.find(b"coldest", 1) is not None
+        store.check_integrity()
+
+
+def test_a_small_value_that_is_more_than_all_may_hold_is_the_one_that_stays() -> None:
+    with closing(small_store()) as store:
+        store.inline_bytes_high = 1000
+        assert store.put(b"old", b"small")
+        assert store.put(b"new", bytes(2000))
+        assert keys_in(store) == [b"new"]
+        store.check_integrity()
+
+
+@pytest.mark.parametrize("length", [100, BLOCK_BYTES])
+def test_none_leaves_by_the_short_way_where_none_may_leave(length: int) -> None:
+    with closing(small_store()) as store:
+        store.inline_bytes_high = 4000
+        store.set_eviction(None)
+        stored = [store.put(b"%d" % number, bytes(length)) for number in range(40)]
+        assert len(keys_in(store)) == sum(stored) < 40
+        assert store.stats.evicted == 0
+        store.check_integrity()

@@ -122,6 +122,18 @@ def test_no_hole_has_what_no_arena_has(length: int) -> None:
     allocator.check_integrity()
 
 
+def test_the_largest_arena_that_can_be_is_cut_like_others() -> None:
+    capacity = 0xFFFF_FFFF * GRAIN_BYTES
+    allocator = Allocator(capacity)
+    assert allocator.start(capacity) == 0
+    allocator.allocate_at(grains(0, 1))
+    allocator.allocate_at(grains(0xFFFF_FFFE, 1))
+    assert allocator.holes() == [grains(1, 0xFFFF_FFFD)]
+    allocator.check_integrity()
+    with pytest.raises(ValueError, match="at most"):
+        Allocator(capacity + GRAIN_BYTES)
+
+
 def test_wrong_accounts_and_lost_holes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, _ = tiled("..a..")
     allocator.free_bytes += GRAIN_BYTES
