@@ -7,13 +7,14 @@ timeout each; so the pool retires all at once, and the server counts as lost onc
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Sequence
 from typing import Final
 
 from kvredis.backends.fork_guard import Home
-from kvredis.backends.resp.connection import Connection, Reply
+from kvredis.backends.resp.connection import Connection, Reply, TlsConnection
 from kvredis.backends.shm.connection import AttachedConnection
 from kvredis.storage.errors import BackendError
 
@@ -25,6 +26,8 @@ LOAD_CONNECTIONS_MAX: Final = 8
 """What a load uses of a server with as many threads: 2 GB in values of 32 MiB, scattered on a GPU, came in 121 ms over
 four connections, in 88 over eight, and no sooner over twelve (16 cores, an H200's host). `resp_num_threads` asks for
 others."""
+STORE_THREADS_MAX: Final = 8
+"""By how many threads a sender sends long values, a connection each: as many as a load receives by."""
 STORE_CONNECTIONS_MAX: Final = 4
 """What a sender uses of a server that copies out of our memory with as many threads: 2 GB in values of 32 MiB took 60
 ms over two connections and 49 over four (16 cores, an H200's host; with one thread of the server's 145 and 80)."""
@@ -34,10 +37,10 @@ PIPELINE_MAX: Final = 256
 
 class Node:
     """A server behind `link`, with one connection for questions, so that a lookup never waits behind a body, and those
-    that are borrowed: for what is stored (store_connections_with), for a load (load_connections_with), and one for each
-    wait (ask_aside). As many as stores and a load need stay open when they are idle, or each load behind a pause would
-    wait for a new one: 2 ms where it is to the server's memory (H200's host, profiled). Thread-safe; the questions take
-    turns, nothing else waits for them.
+    that are borrowed: for what is stored (store_connections_with, store_threads_with), for a load
+    (load_connections_with), and one for each wait (ask_aside). As many as stores and a load need stay open when they
+    are idle, or each load behind a pause would wait for a new one: 2 ms where it is to the server's memory (H200's
+    host, profiled). Thread-safe; the questions take turns, nothing else waits for them.
     """
 
     def __init__(self, link: Link, connections: int | None = None) -> None:
@@ -47,7 +50,9 @@ class Node:
         self.body_bytes, self.pace_s = 0, math.inf
         """How long the last body of a load was, and how many seconds one took."""
         self._is_asked_for = connections is not None
+        self._processors = len(os.sched_getaffinity(0))
         self._load_connections_max = self.connections  # as many as a load has used
+        self._store_connections_max = self.connections  # as many as a sender may have used
         self._lock = threading.RLock()  # reentrant: a collected generator may bring its connections back anywhere
         self._came_back = threading.Condition(self._lock)
         self._home = Home()
@@ -156,10 +161,23 @@ class Node:
         return 1 if connection.is_loopback and connection.io_threads < 2 else self.connections
 
     def store_connections_with(self, connection: Connection) -> int:
-        """How many connections a sender uses, `connection` being the first of them."""
+        """How many connections a sender uses by one thread, `connection` being the first of them."""
         if isinstance(connection, AttachedConnection) and not self._is_asked_for:
             return max(self.connections, min(connection.io_threads, STORE_CONNECTIONS_MAX))
-        return self.connections
+        return 1 if self.store_threads_with(connection) > 1 else self.connections
+
+    def store_threads_with(self, connection: Connection) -> int:
+        """By how many threads a sender sends long values, a connection each, `connection` being the first of them; as
+        many connections stay open from now on. One where that does not carry the bodies, or a server that receives by
+        one thread would be no sooner done; nor more than there are processors to copy."""
+        if isinstance(connection, AttachedConnection):
+            return 1
+        count = self.connections
+        if not self._is_asked_for:
+            takes_several = connection.io_threads > 1 and not isinstance(connection, TlsConnection)
+            count = min(connection.io_threads, STORE_THREADS_MAX, self._processors) if takes_several else 1
+        self._store_connections_max = max(self._store_connections_max, count)
+        return count
 
     @property
     def carries_bodies(self) -> bool:
@@ -183,7 +201,10 @@ class Node:
         its leases would end with it."""
         for connection in connections:
             with self._lock:
-                spare = len(self._idle) >= self.connections + self._load_connections_max and not connection.has_leases
+                spare = (
+                    len(self._idle) >= self._store_connections_max + self._load_connections_max
+                    and not connection.has_leases
+                )
                 keep = connection.usable and not self._closed and not spare
                 if keep:
                     self._idle.append(connection)

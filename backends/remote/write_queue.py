@@ -2,9 +2,13 @@
 
 A server takes what it can. When more is stored than that, the queue fills, and what comes next is not taken: it is
 dropped and counted, because an engine that waits for its cache is slower than one without. The bounds hold for all
-servers of a backend together. One thread for each server (Sender) sends SETs, and the touches between them, over a few
-connections; its queue is kept under the lock of the whole (WriteQueue), what is under way on its connections is its
-own.
+servers of a backend together. A thread for each server (Sender) sends SETs, and the touches between them. Its queue is
+kept under the lock of the whole (WriteQueue), what is under way on its connections is its own.
+
+What is sent is copied by the kernel, outside the interpreter's lock, and one thread does that at the speed of one core.
+So while long values wait for a server that receives by several threads, others send beside the first, a connection
+each: each takes what is next in the queue, so that none waits for another, and ends a while after the last. Several
+only where they are quick: over a slow network they would gain nothing, and each would wait longer for its answer.
 
 WHY a value keeps its room until its SET is answered: until then it is not on the server, or not surely. A reader
 of it is served from here meanwhile, and need not wait for a queue that may be seconds long.
@@ -13,22 +17,27 @@ A server that copies out of our memory begins with a value that is not whole yet
 final (FilledRange): room is kept for it on one connection, and its commit there is what makes it visible.
 
 Values and touches leave in the order in which they came: that an engine stores a prompt tail first, and touches its
-head in between, is what keeps a full server from evicting the head before the tail.
+head in between, is what keeps a full server from evicting the head before the tail. On several connections a server may
+take what is next to each other in another order; nothing of a key is sent while an older value of it is under way.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final, Literal
 
 from kvredis.backends.base import Fitting
 from kvredis.backends.resp.connection import Reply
 from kvredis.backends.resp.wire import Scattered
 from kvredis.backends.shm.buffers import LentRoom, RemoteLease, RemoteReservation, Staging
+from kvredis.storage.background import start_thread
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena
 
@@ -55,10 +64,14 @@ Item = RemoteReservation | Touch
 Queued = Item | FilledRange
 Outcome = Literal["stored", "refused", "dropped"]
 
-LEAVING_S: Final = 1.0
-"""How long a sender waits at a time for one that ends; whatever that one does wakes it sooner."""
+WAIT_S: Final = 1.0
+"""How long a thread waits at a time for another one; whatever that one does wakes it sooner."""
 LINGER_S: Final = 1.0
 """How long the thread waits for more before it ends; chunks of one prompt come milliseconds apart."""
+LONG_BYTES_MIN: Final = 512 * 1024
+"""Of a shorter value nothing is received by another thread of the server's, and it is sent before one of ours wakes."""
+TOGETHER_S: Final = 0.05
+"""How long those may take that are sent at once, as for a load."""
 
 
 QUEUE_PART: Final = 2
@@ -71,23 +84,44 @@ DRAIN_PART: Final = 0.75
 """The share of the timeout in which close() lets the queue drain; the rest is for ending what is under way."""
 
 
+class SendThread:
+    """What one thread of a Sender has: its connections, and what is on them."""
+
+    __slots__ = ("pipelines", "taken", "thread", "turn")
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.taken: dict[Item, None] = {}
+        """Out of the queue and not settled, oldest first; kept under the write queue's lock."""
+        self.pipelines: list[SetPipeline] = []
+        self.turn = 0
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether it has answers to read; for itself."""
+        return any(pipeline.unanswered for pipeline in self.pipelines)
+
+
 class Sender:
-    """The way to `node`: a queue, a thread that runs while something is in it, and up to node.connections pipelines.
-    Its queue is a part of `write_queue`, whose `changed` is held around every call of that but `forget`."""
+    """The way to `node`: a queue, a thread that runs while something is in it, and others that help it with long
+    values. What they share is a part of `write_queue`, whose `changed` is held around every call of that but `forget`.
+
+    The first thread alone has several connections, where one thread is enough for them, and what is sent in ranges."""
 
     def __init__(self, node: Node, write_queue: WriteQueue, follow: Callable[[BackendError], Hop | None]) -> None:
         self._node = node
         self._write_queue = write_queue
         self._follow = follow
         self._changed = write_queue.changed
+        self._long_waits = threading.Condition(write_queue.lock)  # for helpers: short values wake none of them
         self._queue: deque[Queued] = deque()
-        self._held: dict[Queued, None] = {}  # queued or unanswered here, oldest first
+        self._long = 0  # values in the queue that are worth a thread
+        self._flying: dict[bytes, Item] = {}  # whose SET may be unanswered
         self._leaving = False
-        self._thread: threading.Thread | None = None
-        # From here on the thread's own.
-        self._pipelines: list[SetPipeline] = []
-        self._turn = 0
-        self._flying: set[bytes] = set()  # keys whose SET may be unanswered
+        self._first = SendThread()
+        self._helpers: list[SendThread] = []
+        self._threads_max = self._pipelines_max = 1  # of the first: what the server is good for
+        self._pace_s = math.inf  # what a long value took, and would have taken alone
         self._begun: dict[RemoteReservation, OpenValue | None] = {}  # not committed; None: they go as a whole
 
     # ---- called by the write queue, under its lock -------------------------------------------------------------------
@@ -99,21 +133,28 @@ class Sender:
 
     def has(self, keys: set[bytes]) -> bool:
         """Say whether something of these keys is queued or unanswered here."""
-        return any(not keys.isdisjoint(item.keys) for item in self._held)
+        held = chain(self._queue, self._first.taken, *(helper.taken for helper in self._helpers))
+        return any(not keys.isdisjoint(item.keys) for item in held)
 
     def take(self, item: Queued) -> None:
-        """Queue it, and see to it that the thread sends it."""
-        self._held[item] = None
+        """Queue it, and see to it that a thread sends it."""
         self._queue.append(item)
+        self._long += _is_long(item)
         self._changed.notify_all()
-        if self._thread is None:
+        self._wake_helper()
+        if self._first.thread is None:
             name = f"kvredis stores to {self._node.link.address}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._first.thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
-                self._thread.start()
+                self._first.thread.start()
             except RuntimeError:  # the interpreter ends, or has no threads left
-                self._thread = None
-                self._settle_all()
+                self._first.thread = None
+                self._give_up(self._first)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether something is queued or unanswered here."""
+        return bool(self._queue or self._first.taken) or any(helper.taken for helper in self._helpers)
 
     # ---- the end, without the lock ---------------------------------------------------------------------------------
 
@@ -121,23 +162,28 @@ class Sender:
         """End when all that is held has been sent: no key is this server's any more."""
         with self._changed:
             self._leaving = True
-            is_idle = self._thread is None
+            is_idle = self._first.thread is None
             self._changed.notify_all()
+            self._long_waits.notify_all()
         if is_idle:
-            self._hang_up()
+            self._hang_up(self._first)
             self._write_queue.forget(self._node)
 
     def end(self) -> None:
-        """Give up what is left, and wait for the thread; the write queue is over."""
+        """Give up what is left, and wait for the threads; the write queue is over."""
         with self._changed:
-            thread = self._thread
-        if thread is not None:
-            for pipeline in tuple(self._pipelines):
-                pipeline.connection.interrupt()
-            thread.join()
-        self._hang_up()
+            self._long_waits.notify_all()
+            every = (self._first, *self._helpers)
+            threads = [each.thread for each in every if each.thread is not None]
+        if threads:
+            for each in every:
+                for pipeline in tuple(each.pipelines):
+                    pipeline.connection.interrupt()
+            for thread in threads:
+                thread.join()
+        self._hang_up(self._first)
 
-    # ---- the thread ------------------------------------------------------------------------------------------------
+    # ---- the first thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -145,67 +191,43 @@ class Sender:
                 try:
                     self._work()
                 except BaseException as error:  # of our own making too: a caller of flush() would wait for ever
-                    self._lose(error if isinstance(error, BackendError) else BackendError(repr(error)))
+                    self._lose(self._first, error)
         except BaseException:  # nor for a thread that is no more
             logger.exception("the thread that stores to %s ended wildly", self._node.link.address)
             with self._changed:
-                self._settle_all()
-                self._thread = None
+                self._give_up(self._first)
+                self._first.thread = None
         if self._leaving:
             self.leave()
 
     def _has_work(self) -> bool:
         with self._changed:
             linger_s = LINGER_S if self._begun or not self._node.link.is_full else 0.0
-            self._changed.wait_for(lambda: self._held or self._write_queue.closed or self._leaving, linger_s)
+            self._changed.wait_for(lambda: self._holds or self._write_queue.closed or self._leaving, linger_s)
             if self._write_queue.closed or self._leaving:
                 self._begun.clear()  # no more is committed, or not here
-            is_idle = not self._held and not self._begun
+            is_idle = not self._holds and not self._begun
         if is_idle:  # others may have them meanwhile: a server may take no more
-            self._node.bring_back([pipeline.connection for pipeline in self._pipelines])
-            self._pipelines.clear()
+            self._bring_back(self._first)
         with self._changed:
-            if not self._held and not self._begun:
-                self._thread = None
-            return self._thread is not None
+            if not self._holds and not self._begun:
+                self._first.thread = None
+            return self._first.thread is not None
 
     def _work(self) -> None:
         """Send what is next, or read the answers when there is nothing to send."""
         with self._changed:
-            item = self._queue[0] if self._queue else None
-            if item is not None and not self._leaving and self._write_queue.is_leaving(item):
-                # Its server was let go and named anew: what an earlier sender of it has would overtake this.
-                self._changed.wait(LEAVING_S)
+            item = self._next(self._first)
+            if item is None and not self._first.is_owed:
+                # What is next waits for what helpers have under way, or for another sender.
+                self._changed.wait(WAIT_S)
                 return
-            if item is not None:
-                self._queue.popleft()
-            if isinstance(item, FilledRange):
-                del self._held[item]
-            elif item is not None and self._write_queue.is_superseded(item):
-                self._settle(item)
-                item = FilledRange(item) if isinstance(item, RemoteReservation) else None
-        if isinstance(item, FilledRange):
+        if item is None:
+            self._read_all(self._first)
+        elif isinstance(item, FilledRange):
             self._send_range(item)
-            return
-        parts = self._begun.pop(item, None) if isinstance(item, RemoteReservation) else None
-        if item is None or not self._flying.isdisjoint(item.keys):
-            # A value must not be overtaken by an older one on another connection, nor by what touches it.
-            for pipeline in self._pipelines:
-                self._read_answers(pipeline, 0, 0)
-        if item is not None:
-            free = self._next_pipeline() if parts is None else parts.pipeline
-            if free is None:
-                self._settle_all()
-                self._hang_up()
-                return
-            if isinstance(item, RemoteReservation):
-                self._flying.add(item.key)
-            if parts is not None and isinstance(item, RemoteReservation):
-                free.send_rest(parts, item)
-            else:
-                free.send(item)
-            if free.is_full:
-                self._read_answers(free, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
+        else:
+            self._send(self._first, item)
 
     def _send_range(self, part: FilledRange) -> None:
         """Send bytes of a value that is not committed yet. What cannot be sent so is sent with the whole."""
@@ -215,93 +237,232 @@ class Sender:
                 parts.pipeline.give_up(parts)
             return
         if value not in self._begun:
-            free = self._next_pipeline()
+            free = self._next_pipeline(self._first)
             if free is not None:
-                self._read_answers(free, 0, 0)
+                self._read_answers(self._first, free, 0, 0)
             self._begun[value] = None if free is None else free.open_value(value)
         parts = self._begun[value]
         if parts is not None:
             parts.pipeline.send_range(parts, value, part.start, part.stop)
-            if parts.pipeline.is_full:
-                self._read_answers(parts.pipeline, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
+            self._read_some(self._first, parts.pipeline)
 
-    def _next_pipeline(self) -> SetPipeline | None:
-        """The pipelines in turn; a new one as long as there are less than may be. None: the server takes nothing."""
-        for pipeline in [each for each in self._pipelines if not each.unanswered and each.connection.stale()]:
-            self._pipelines.remove(pipeline)
+    # ---- the others ------------------------------------------------------------------------------------------------
+
+    def _call_help(self) -> None:
+        """See to it that a helper waits for the next long value, if it would leave sooner by one; under the lock.
+
+        WHY ahead of that value: who sends cannot start one meanwhile, and who stores shall not wait for a thread.
+        """
+        self._helpers = [each for each in self._helpers if each.thread is not None and each.thread.is_alive()]
+        is_enough = len(self._helpers) >= self._beside() or not all(each.taken for each in self._helpers)
+        if is_enough or self._write_queue.over or self._node.link.is_full:
+            return
+        helper = SendThread()
+        self._helpers.append(helper)
+        try:
+            name = f"kvredis stores to {self._node.link.address}, beside another"
+            helper.thread = start_thread(partial(self._help, helper), name)
+        except RuntimeError:  # the interpreter ends, or has no threads left
+            self._helpers.remove(helper)
+
+    def _beside(self) -> int:
+        """Give how many helpers there may be: what the server is good for, and there is time for."""
+        return min(self._threads_max, int(TOGETHER_S / max(self._pace_s, 1e-6))) - 1
+
+    def _wake_helper(self) -> None:
+        """Have a helper that waits look at the queue, if there are long values in it; under the lock."""
+        if self._long:
+            self._long_waits.notify()
+
+    def _help(self, mine: SendThread) -> None:
+        """Send beside the first thread while there are long values."""
+        try:
+            while True:
+                # A connection first: what is taken shall not wait until one is open.
+                item = self._next_beside(mine) if self._next_pipeline(mine) is not None else None
+                if item is not None:
+                    self._send(mine, item)
+                elif mine.is_owed:
+                    self._read_all(mine)
+                else:
+                    break
+        except BaseException as error:
+            self._lose(mine, error)
+        finally:
+            with self._changed:
+                if mine.taken:  # what should have given it up has failed
+                    self._give_up(mine)
+            self._bring_back(mine)
+
+    def _next_beside(self, mine: SendThread) -> Item | None:
+        """Take the next item; wait for it where no answer is owed. None: there is nothing more to take now."""
+        with self._changed:
+            while not self._write_queue.over:
+                item = None
+                if self._long and self._helpers.index(mine) < self._beside():
+                    item = self._next(mine)
+                    assert not isinstance(item, FilledRange), "the first thread's alone"
+                is_last = self._write_queue.closed or self._leaving or self._node.link.is_full
+                if item is not None or mine.is_owed or is_last or not self._long_waits.wait(LINGER_S):
+                    return item
+        return None
+
+    # ---- any of them -----------------------------------------------------------------------------------------------
+
+    def _next(self, mine: SendThread) -> Queued | None:
+        """Take what is next off the queue, under the lock; None where there is nothing, or that has to wait, or is the
+        first thread's to send."""
+        while self._queue:
+            item = self._queue[0]
+            if not self._leaving and self._write_queue.is_leaving(item):
+                # Its server was let go and named anew: what an earlier sender of it has would overtake this.
+                return None
+            has_parts = isinstance(item, FilledRange) or (isinstance(item, RemoteReservation) and item.has_parts)
+            if has_parts and mine is not self._first:
+                return None
+            if isinstance(item, FilledRange):
+                return self._queue.popleft()
+            is_superseded = self._write_queue.is_superseded(item)
+            if not is_superseded and not self._flying.keys().isdisjoint(item.keys):
+                # A value must not be overtaken by an older one on another connection, nor by what touches it.
+                return None
+            mine.taken[item] = None  # before it leaves the queue: it is settled, whatever interrupts us
+            self._queue.popleft()
+            self._long -= _is_long(item)
+            if not is_superseded:
+                if isinstance(item, RemoteReservation):
+                    self._flying[item.key] = item
+                self._wake_helper()
+                return item
+            self._settle(mine, item)
+            if isinstance(item, RemoteReservation) and has_parts:
+                return FilledRange(item)
+        return None
+
+    def _send(self, mine: SendThread, item: Item) -> None:
+        parts = self._begun.pop(item, None) if isinstance(item, RemoteReservation) else None
+        pipeline = self._next_pipeline(mine) if parts is None else parts.pipeline
+        if pipeline is None:
+            self._give_up(mine)
+            self._hang_up(mine)
+            return
+        beside = 1
+        if _is_long(item):
+            with self._changed:
+                self._call_help()
+                beside += sum(bool(each.taken) for each in (self._first, *self._helpers) if each is not mine)
+        began_s = time.monotonic()
+        if parts is not None and isinstance(item, RemoteReservation):
+            pipeline.send_rest(parts, item)
+        else:
+            pipeline.send(item)
+        self._read_some(mine, pipeline)
+        if _is_long(item):
+            self._pace_s = (time.monotonic() - began_s) / beside
+
+    def _next_pipeline(self, mine: SendThread) -> SetPipeline | None:
+        """A thread's pipelines in turn; a new one as long as there are less than may be. None: the server takes
+        nothing."""
+        for pipeline in [each for each in mine.pipelines if not each.unanswered and each.connection.stale()]:
+            mine.pipelines.remove(pipeline)
             self._node.retire(pipeline.connection)
-        most = self._node.connections
-        if self._pipelines:
-            most = self._node.store_connections_with(self._pipelines[0].connection)
-        if len(self._pipelines) < most:
+        most = self._pipelines_max if mine is self._first else 1
+        if len(mine.pipelines) < (most if mine.pipelines else 1) and not self._write_queue.over:
             for connection in self._node.borrow(1, for_sender=True):
-                self._pipelines.append(SetPipeline(connection))
-                refusal = self._pipelines[-1].lend(self._write_queue.arena)
+                if mine is self._first and not mine.pipelines:
+                    self._threads_max = self._node.store_threads_with(connection)
+                    self._pipelines_max = self._node.store_connections_with(connection)
+                mine.pipelines.append(SetPipeline(connection))
+                refusal = mine.pipelines[-1].lend(self._write_queue.arena)
                 if refusal is not None:
                     self._node.complain(refusal, connection)
-        self._turn += 1
-        if not self._pipelines or self._write_queue.over:
+        mine.turn += 1
+        if not mine.pipelines or self._write_queue.over:
             return None
-        return self._pipelines[self._turn % len(self._pipelines)]
+        return mine.pipelines[mine.turn % len(mine.pipelines)]
 
-    def _read_answers(self, pipeline: SetPipeline, keep: int, keep_bytes: int) -> None:
+    def _read_all(self, mine: SendThread) -> None:
+        for pipeline in mine.pipelines:
+            self._read_answers(mine, pipeline, 0, 0)
+
+    def _read_some(self, mine: SendThread, pipeline: SetPipeline) -> None:
+        if pipeline.is_full:
+            self._read_answers(mine, pipeline, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
+
+    def _read_answers(self, mine: SendThread, pipeline: SetPipeline, keep: int, keep_bytes: int) -> None:
         for item, reply in pipeline.answers(keep, keep_bytes):
             hop = self._follow(reply) if isinstance(reply, BackendError) else None
-            if isinstance(item, RemoteReservation):
-                self._flying.discard(item.key)
             if item is not None:
-                self._answered(item, reply, hop)
+                self._answered(mine, item, reply, hop)
             is_right = not isinstance(reply, BackendError) if item is None or isinstance(item, Touch) else reply == "OK"
             if hop is None and not is_right:
                 self._node.complain(reply, pipeline.connection)
 
-    def _answered(self, item: Item, reply: Reply, hop: Hop | None) -> None:
+    def _answered(self, mine: SendThread, item: Item, reply: Reply, hop: Hop | None) -> None:
         with self._changed:
             if hop is None or isinstance(item, Touch) or item.hops >= HOPS_MAX or self._write_queue.over:
-                self._settle(item, "stored" if reply == "OK" else "refused")
+                self._settle(mine, item, "stored" if reply == "OK" else "refused")
                 return
             item.hops += 1
             item.asking = hop.asking
-            del self._held[item]
+            self._let_go(mine, item)
             self._write_queue.pass_on(item, hop.node)
 
-    def _settle(self, item: Item, outcome: Outcome | None = None) -> None:
-        del self._held[item]
+    def _settle(self, mine: SendThread, item: Item, outcome: Outcome | None = None) -> None:
+        self._let_go(mine, item)
         self._write_queue.settle(item, outcome)
+
+    def _let_go(self, mine: SendThread, item: Item) -> None:
+        del mine.taken[item]
+        if isinstance(item, RemoteReservation) and self._flying.get(item.key) is item:
+            del self._flying[item.key]
+            self._wake_helper()
 
     # ---- losing the server -----------------------------------------------------------------------------------------
 
-    def _lose(self, error: BackendError) -> None:
+    def _lose(self, mine: SendThread, error: BaseException) -> None:
+        """Give up the server, which ends what other threads have under way as well, and what waits for it."""
         if not self._write_queue.over:
-            for pipeline in [each for each in self._pipelines if not each.connection.usable] or self._pipelines:
-                self._node.lose(pipeline.connection, error)
-        self._settle_all()
-        self._hang_up()
+            reason = error if isinstance(error, BackendError) else BackendError(repr(error))
+            for pipeline in [each for each in mine.pipelines if not each.connection.usable] or mine.pipelines:
+                self._node.lose(pipeline.connection, reason)
+        self._give_up(mine)
+        self._hang_up(mine)
 
-    def _settle_all(self) -> None:
-        """Give up all that is on its way: what was sent, even in part, counts as refused, the rest as dropped.
+    def _give_up(self, mine: SendThread) -> None:
+        """Give up what waits, and what a thread has on its way: what was sent, even in part, counts as refused, the
+        rest as dropped. What others have on their way is theirs: the kernel may be copying it just now.
 
         The connections end first. A server that takes values out of our memory must know before that memory is another
         value's, and publishes none of a client that has hung up.
         """
-        for pipeline in self._pipelines:
+        for pipeline in mine.pipelines:
             pipeline.connection.interrupt()
         with self._changed:
-            sent = {item for pipeline in self._pipelines for item in pipeline.unanswered}
+            sent = {item for pipeline in mine.pipelines for item in pipeline.unanswered}
+            mine.taken.update((item, None) for item in self._queue if not isinstance(item, FilledRange))
             self._queue.clear()
-            for item in tuple(self._held):
-                if isinstance(item, FilledRange):
-                    del self._held[item]
-                else:
-                    self._settle(item, "refused" if item in sent else "dropped")
+            self._long = 0
+            for item in tuple(mine.taken):
+                self._settle(mine, item, "refused" if item in sent else "dropped")
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, mine: SendThread) -> None:
         """Without the lock: nodes have one of their own, and a collected generator may want both in any order."""
-        for pipeline in self._pipelines:
+        for pipeline in mine.pipelines:
             self._node.retire(pipeline.connection)
-        self._pipelines.clear()
-        self._flying.clear()
-        self._begun = dict.fromkeys(self._begun)  # their rooms have ended with the connections
+        mine.pipelines.clear()
+        if mine is self._first:
+            self._begun = dict.fromkeys(self._begun)  # their rooms have ended with the connections
+
+    def _bring_back(self, mine: SendThread) -> None:
+        """Give the connections of a thread back, on which nothing is under way. Without the lock, as `_hang_up`."""
+        self._node.bring_back([pipeline.connection for pipeline in mine.pipelines])
+        mine.pipelines.clear()
+
+
+def _is_long(item: Queued) -> bool:
+    """Say whether an item is worth a thread."""
+    return isinstance(item, RemoteReservation) and item.nbytes >= LONG_BYTES_MIN
 
 
 class WriteQueue:
@@ -316,7 +477,8 @@ class WriteQueue:
         self._keep = keep
         self._fitting = Fitting(staging.arena)
         self._bytes_max = staging.arena.nbytes // QUEUE_PART
-        self.changed = threading.Condition()  # its lock is reentrant: a collected generator may end a hold anywhere
+        self.lock = threading.RLock()  # reentrant: a collected generator may end a hold anywhere
+        self.changed = threading.Condition(self.lock)
         self._bytes = 0  # reserved, queued or unanswered
         self._outstanding: dict[Item, int] = {}  # queued or unanswered, numbered, oldest first
         self._newest: dict[bytes, RemoteReservation] = {}  # of these the last under each key
