@@ -298,10 +298,11 @@ class Sender:
         """Take the next item; wait for it where no answer is owed. None: there is nothing more to take now."""
         with self._changed:
             while not self._write_queue.over:
-                item = None
+                item: Item | None = None
                 if self._long and self._helpers.index(mine) < self._beside():
-                    item = self._next(mine)
-                    assert not isinstance(item, FilledRange), "the first thread's alone"
+                    found = self._next(mine)
+                    assert not isinstance(found, FilledRange), "the first thread's alone"
+                    item = found
                 is_last = self._write_queue.closed or self._leaving or self._node.link.is_full
                 if item is not None or mine.is_owed or is_last or not self._long_waits.wait(LINGER_S):
                     return item

@@ -327,6 +327,7 @@ def test_a_server_that_was_restarted_while_the_threads_waited_for_more_is_no_los
     for _ in range(2):
         put_all(backend, keys)
         assert backend.flush() == 0
+        wait_until(lambda: int(backend.stats()["connections"]) == len(senders()), "none is being opened")
         assert len(senders()) > 1
         server.kill()
         server.start()
