@@ -201,6 +201,8 @@ class Sender:
             self.leave()
 
     def _has_work(self) -> bool:
+        if self._queue:
+            return True
         with self._changed:
             linger_s = LINGER_S if self._begun or not self._node.link.is_full else 0.0
             self._changed.wait_for(lambda: self._holds or self._write_queue.closed or self._leaving, linger_s)
@@ -244,7 +246,8 @@ class Sender:
         parts = self._begun[value]
         if parts is not None:
             parts.pipeline.send_range(parts, value, part.start, part.stop)
-            self._read_some(self._first, parts.pipeline)
+            if parts.pipeline.is_full:
+                self._read_some(self._first, parts.pipeline)
 
     # ---- the others ------------------------------------------------------------------------------------------------
 
@@ -329,11 +332,12 @@ class Sender:
                 return None
             mine.taken[item] = None  # before it leaves the queue: it is settled, whatever interrupts us
             self._queue.popleft()
-            self._long -= _is_long(item)
+            if self._long:
+                self._long -= _is_long(item)
+                self._wake_helper()
             if not is_superseded:
                 if isinstance(item, RemoteReservation):
                     self._flying[item.key] = item
-                self._wake_helper()
                 return item
             self._settle(mine, item)
             if isinstance(item, RemoteReservation) and has_parts:
@@ -347,8 +351,8 @@ class Sender:
             self._give_up(mine)
             self._hang_up(mine)
             return
-        beside = 1
-        if _is_long(item):
+        beside, is_long = 1, _is_long(item)
+        if is_long:
             with self._changed:
                 self._call_help()
                 beside += sum(bool(each.taken) for each in (self._first, *self._helpers) if each is not mine)
@@ -357,8 +361,9 @@ class Sender:
             pipeline.send_rest(parts, item)
         else:
             pipeline.send(item)
-        self._read_some(mine, pipeline)
-        if _is_long(item):
+        if pipeline.is_full:
+            self._read_some(mine, pipeline)
+        if is_long:
             self._pace_s = (time.monotonic() - began_s) / beside
 
     def _next_pipeline(self, mine: SendThread) -> SetPipeline | None:
@@ -387,8 +392,7 @@ class Sender:
             self._read_answers(mine, pipeline, 0, 0)
 
     def _read_some(self, mine: SendThread, pipeline: SetPipeline) -> None:
-        if pipeline.is_full:
-            self._read_answers(mine, pipeline, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
+        self._read_answers(mine, pipeline, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
 
     def _read_answers(self, mine: SendThread, pipeline: SetPipeline, keep: int, keep_bytes: int) -> None:
         for item, reply in pipeline.answers(keep, keep_bytes):
