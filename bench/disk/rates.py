@@ -3,9 +3,10 @@ take turns: in each repeat, for each mode and number of threads, every arm write
 all of them. Buffered files are read twice: cold, and out of the page cache.
 
 fio says what the device does, as the field's usual tool. The loop is the fairer neighbour: the same threads, images and
-memory, and nothing but preadv and pwrite. The tier spills (place, write with its checksum, publish) and promotes (get,
-read, the checksum again) by the threads that a server has for it; it is full, as a cache always is, so making room and
-telling the index of it are in the figure.
+memory, and nothing but preadv and pwrite. The checked loop finds the checksum of each block too, which the tier cannot
+do without: what the tier takes of the CPU beside that is its own. The tier spills (place, write with its checksum,
+publish) and promotes (get, read, the checksum again) by the threads that a server has for it; it is full, as a cache
+always is, so making room and telling the index of it are in the figure.
 
 An image is what the disk tier writes: page-aligned, the payload HEADER_BYTES behind its start. No two blocks are alike,
 and which image a block holds shifts by one with every pass, so that a record of another key or of an earlier pass is
@@ -40,13 +41,14 @@ from kvredis.bench.core.result import Progress, Row, summed
 from kvredis.bench.core.statistics import GB, MIB, by_repeat, counted, middle, paired_ratio, percentile, rotated
 from kvredis.bench.core.workload import same_bytes
 from kvredis.storage.background import IoThreads, Priority
+from kvredis.storage.disk.checksum import digest
 from kvredis.storage.disk.files import RealFiles
 from kvredis.storage.disk.segment import HEADER_BYTES, Facts, Record, record_bytes
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
 from kvredis.storage.memory.page_lock import c_library
 
-DEVICE, LOOP, TIER = "device", "loop", "tier"
+DEVICE, LOOP, CHECKED, TIER = "device", "loop", "checked", "tier"
 Mode = Literal["direct", "buffered"]
 Op = Literal["write", "read", "read warm"]
 MODES: Final[tuple[Mode, ...]] = ("direct", "buffered")
@@ -198,12 +200,13 @@ def cached_share(path: Path) -> float:
 
 
 class Loop:
-    """preadv and pwrite of one file from Python threads, each with a stretch of the blocks."""
+    """preadv and pwrite of one file from Python threads, each with a stretch of the blocks; when `checked`, also the
+    checksum of each block, before it is written and after it was read."""
 
-    name = LOOP
-
-    def __init__(self, path: Path, blocks: Blocks) -> None:
+    def __init__(self, path: Path, blocks: Blocks, *, checked: bool = False) -> None:
+        self.name = CHECKED if checked else LOOP
         self._path, self._blocks = path, blocks
+        self._digest = digest if checked else None
         self._shift = 0
 
     def write(self, mode: Mode, threads: int, shift: int) -> Timing:
@@ -214,7 +217,10 @@ class Loop:
         def some(part: range) -> None:
             for index in part:
                 start_s = time.perf_counter()
-                file.pwrite(self._blocks.image(index, shift)[:size], index * size)
+                image = self._blocks.image(index, shift)[:size]
+                if self._digest is not None:
+                    self._digest(image)
+                file.pwrite(image, index * size)
                 times_s.append(time.perf_counter() - start_s)
 
         try:
@@ -230,8 +236,11 @@ class Loop:
         def some(part: range) -> None:
             for index in part:
                 start_s = time.perf_counter()
-                if file.pread(self._blocks.place(index)[:size], index * size) != size:
+                place = self._blocks.place(index)[:size]
+                if file.pread(place, index * size) != size:
                     raise BenchError(f"{self._path} ended early")
+                if self._digest is not None:
+                    self._digest(place)
                 times_s.append(time.perf_counter() - start_s)
 
         try:
@@ -241,7 +250,7 @@ class Loop:
 
     def verify(self, mode: Mode) -> int:
         """As RateArm; not the first bytes of an image, which the tier's headers are written to."""
-        return self._blocks.verify(self._shift, "the loop", self._blocks.size_bytes - HEADER_BYTES)
+        return self._blocks.verify(self._shift, f"the arm {self.name}", self._blocks.size_bytes - HEADER_BYTES)
 
     def forget_pages(self) -> None:
         forget_pages(self._path)
@@ -519,7 +528,8 @@ def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progres
     if "direct" in modes and (obstacle := RealFiles().direct_obstacle(directory)) is not None:
         modes = ("buffered",)
         rates.notes.append(f"direct: skipped, {obstacle}")
-    arms: list[RateArm] = [Loop(directory / "loop.data", blocks), TierArm(directory, blocks)]
+    path = directory / "loop.data"  # both loops write the same there
+    arms: list[RateArm] = [Loop(path, blocks), Loop(path, blocks, checked=True), TierArm(directory, blocks)]
     if tool is not None:
         arms.insert(0, tool)
     samples: _Samples = {}

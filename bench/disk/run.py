@@ -10,10 +10,11 @@ the kernel's own write-back threads are in no account.
 
 The file, kvredis.bench.disk/1, has beside what every result has
     device   what stood for the device            memory   pages that the loop and the tier moved blocks to and from
-    rates    arm (device: fio; loop: preadv and pwrite from Python threads; tier: DiskTier on IoThreads), mode (direct,
-             buffered), op, threads, block_bytes, samples; ratios to device and loop. A write ends when the device has
-             confirmed all of it; a read is of files that were dropped from the page cache a moment before, `read warm`
-             (buffered alone) comes right after it and reads the same again. p50 and p99 are over single blocks
+    rates    arm (device: fio; loop: preadv and pwrite from Python threads; checked: that and each block's checksum;
+             tier: DiskTier on IoThreads), mode (direct, buffered), op, threads, block_bytes, samples; ratios to device
+             and loop. A write ends when the device has confirmed all of it; a read is of files that were dropped from
+             the page cache a moment before, `read warm` (buffered alone) comes right after it and reads the same again.
+             p50 and p99 are over single blocks
     gets     transport, size_bytes, mode (of the preadv), samples; ratio_spilled is spilled / preadv, ratio_spilled_net
              (spilled - resident) / preadv, ratio_prefetched prefetched / prefetched again
     pings    server (disk, memory), transport, samples, counters, missing; ratio_p99 is busy / quiet, ratio_busy_p99 and

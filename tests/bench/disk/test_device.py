@@ -10,6 +10,7 @@ import pytest
 
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.disk.rates import Blocks, Fio, Loop, Mode, device_tool, fio_timing, forget_pages, timed_threads
+from kvredis.storage.disk.checksum import digest
 
 MIB = 1024**2
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
@@ -94,6 +95,19 @@ def test_the_loop_reads_what_it_wrote_in_the_pass_that_it_wrote_last(tmp_path: P
     blocks.wipe()
     loop.read("buffered", 4)
     assert loop.verify("buffered") == 8 * (64 * 1024 - 512)
+
+
+def test_a_checked_loop_finds_the_checksum_of_each_block_it_writes_and_of_each_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bytes] = []
+    monkeypatch.setattr("kvredis.bench.disk.rates.digest", lambda payload: found.append(digest(payload)))
+    blocks = Blocks(64 * 1024, 8, seed=1)
+    loop = Loop(tmp_path / "loop.data", blocks, checked=True)
+    loop.write("buffered", 1, 0)
+    blocks.wipe()
+    loop.read("buffered", 1)
+    assert found == [digest(blocks.image(index, 0)[: 64 * 1024]) for index in range(8)] * 2
 
 
 def test_the_loop_notices_a_byte_that_changed_on_disk(tmp_path: Path) -> None:
