@@ -95,8 +95,6 @@ BEHIND, BESIDE = "behind", "beside"
 WAYS: Final = (BEHIND, BESIDE)
 STALLS: Final = ("computed", "loaded", "none")
 DECODING: Final = 8
-GPU_BYTES: Final = 20_000_000_000
-"""What kvredis has of a GPU at least, as docs/prefill-decode.md gives it."""
 CHUNKED_TOKENS: Final = 2048
 
 JUDGED_TOKENS: Final = 15_000
@@ -376,7 +374,7 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
         setting = setting_of(plan, computing)
         notes += _notes(setting)
         room = room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
-        gpu = f"{max(room, GPU_BYTES) >> 20}MiB,{int(setting.gpus > 1)}"
+        gpu = f"{room >> 20}MiB,{int(setting.gpus > 1)}"
         flags = ("--gpu-memory", gpu) if set(setting.arms) & set(GPU_ARMS) else ()
         servers = stack.enter_context(servers_for((LANE,), room, *flags))
         facts = machine_facts()

@@ -394,10 +394,7 @@ class SharedMemory:
         return None if session.is_caught_up and session.reply_mode == "on" else UNSENT
 
     def _facts(self, session: Client, tier: GpuTier | None) -> bytes:
-        store = self._server.store
-        arena = store.arena
-        # What a client of the GPU's memory leases is brought from nowhere but a disk.
-        waited_for = store.below if tier is None else store.tiering
+        arena = self._server.store.arena
         return joined(
             map_reply(
                 session,
@@ -407,7 +404,7 @@ class SharedMemory:
                     (bulk("pages"), bulk(arena.pages)),
                     (bulk("lease-ms"), integer(self.lease_ms)),
                     (bulk("lease-ms-max"), integer(LEASE_MS_MAX)),
-                    (bulk("disk"), integer(int(waited_for is not None))),
+                    (bulk("disk"), integer(int(self._server.store.below is not None))),
                     *([] if tier is None else self.gpu.facts(tier)),
                 ],
             )

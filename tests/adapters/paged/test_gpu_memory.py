@@ -23,7 +23,6 @@ from kvredis.backends.config.url import parse_url
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.remote.write_queue import WriteQueue
 from kvredis.backends.resp.connection import Connection
-from kvredis.backends.shm import reader
 from kvredis.backends.shm.gpu_writer import GpuReservation, GpuWriter
 from kvredis.backends.shm.leases import GpuLease
 from kvredis.storage.memory import cuda
@@ -236,27 +235,6 @@ def test_the_copies_of_a_whole_prompt_are_asked_for_while_it_is_computed(
             transfer.over.set()
         assert mover.settle(WAIT_S)
     assert (figures(server)["entries"], figures(server)["reserved"]) == (30, 0)
-
-
-def test_all_leases_of_a_load_are_asked_for_ahead_where_no_disk_is_waited_for(
-    server: ServerProcess, opened: OpenBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = PagedEngine(1, transfer=SummingTransfer, groups=1, pages=4 * 30)
-    moves = moves_of("a", 30, pages=4 * 30)
-    stored(opened(), engine, moves)
-    nbytes = len(block_for(engine, moves[0]))
-    monkeypatch.setattr(reader, "TOGETHER_BYTES", 10 * nbytes)
-    monkeypatch.setattr(reader, "ARENA_PARTS", (4, 10**9))
-    backend, other = opened(), PagedEngine(100, transfer=SummingTransfer, groups=1, pages=4 * 30)
-
-    def asked() -> int:
-        return int(ask(server, "INFO", "commandstats")["cmdstat_kv.lease"]["calls"])
-
-    with mover_on(backend, other) as mover:
-        assert load_now(mover, LoadJob("first", moves[:1])) == 1  # how long they are is known from here on
-        before = asked()
-        assert load_now(mover, LoadJob("s", moves)) == 30
-    assert asked() - before == 3
 
 
 def test_a_block_that_is_damaged_on_the_gpu_is_a_miss_and_is_forgotten(

@@ -71,18 +71,6 @@ async def test_attaching_tells_of_the_memory_and_old_clients_see_no_change(loop:
         )
 
 
-@pytest.mark.parametrize("disk", [False, True])
-async def test_attaching_tells_whether_what_is_leased_may_have_to_be_brought(
-    loop: str, disk: bool, tmp_path: Path
-) -> None:
-    live = GpuServer(tmp_path)
-    if disk:
-        live.store.add_disk(DiskTier.open(DiskOptions(tmp_path / "disk", 32 * MIB, False, MIB)))
-    async with live, attached(live) as of_memory, on_gpu(live) as of_both:
-        assert of_memory.facts[b"disk"] == 1, "what is on the GPU is copied to memory for it"
-        assert of_both.facts[b"disk"] == disk
-
-
 async def test_of_rooms_that_are_asked_for_together_one_waits_where_there_is_none(loop: str, tmp_path: Path) -> None:
     async with GpuServer(tmp_path) as live, on_gpu(live) as holder, on_gpu(live) as other, on_gpu(live) as writer:
         for number, client in enumerate([holder, other] * 3 + [holder]):
