@@ -59,6 +59,8 @@ cdef enum:
     HEAD_BYTES = 512
     PAGE_BYTES = 4096
     CLEAR_BYTES = 1024
+    TURN_RECEIVES = 32  # what libuv receives of one client at most before it looks at the others
+    TURN_WIDE = 12  # and how many of these may fill the wide scratch
 
 # Bounds that others have too: those that import this file have them from here, and of those that it imports it has its
 # own, as numbers that the compiler knows.
@@ -278,6 +280,10 @@ cdef class Reader:
     cdef public bint _after_payload, _gathered, _plain, authenticated
     cdef bint _wide
     """More of short commands has come than the scratch holds, so the next receive is into the one that all share."""
+    cdef bint _brings_values
+    """A value for the arena was among what came last. Else it is not wide: commands take longer than their bytes."""
+    cdef int _filled_wide, _narrow
+    """Receives that have filled that, and how many are to be narrow behind them: others wait while a loop finds more."""
     cdef public Py_ssize_t _gather_tries
     cdef public list _args
     cdef public Py_ssize_t _held_bytes, _arena_bytes, _remaining, _length, _filled
@@ -350,7 +356,7 @@ cdef class Reader:
                     self._take_scratch()
                 return self._view[: min(SCRATCH_BYTES, self._length + SLACK - self._filled)]
             return self._body[self._filled :]
-        if self._wide and self._plain and self._end - self._start < SCRATCH_BYTES:
+        if self._wide and self._brings_values and self._plain and self._end - self._start < SCRATCH_BYTES:
             if self._scratch is not self._scratches.wide:
                 self._take_wide()
             return self._view[self._end :]
@@ -550,6 +556,23 @@ cdef class HotSession:
         elif was_long or self.has_long_body():
             self._mind_body()
 
+    cdef int note_filled(self, Py_ssize_t room) except -1:
+        """Note whether the last receive filled its scratch, and so what the next one is into."""
+        cdef Reader reader = self._parser
+        cdef bint is_wide = room > SCRATCH_BYTES and reader._scratch is reader._scratches.wide
+        if reader._end < room:
+            reader._filled_wide = reader._narrow = 0  # the loop has turned to others
+        elif reader._narrow:
+            reader._narrow -= 1
+        elif is_wide:
+            reader._filled_wide += 1
+            if reader._filled_wide == TURN_WIDE:
+                reader._wide, reader._filled_wide, reader._narrow = False, 0, TURN_RECEIVES
+        elif room == SCRATCH_BYTES:
+            reader._wide = True
+        reader._brings_values = False
+        return 0
+
     cdef int leave_wide(self) except -1:
         """Give the wide scratch back for the next client."""
         if self._parser._scratches.wide_holder is self._parser:
@@ -606,8 +629,8 @@ cdef class HotSession:
             self.close_body()
         else:
             reader._end += nbytes
-            if nbytes and reader._end == SCRATCH_BYTES == PyByteArray_GET_SIZE(reader._scratch):
-                reader._wide = True
+            if nbytes:
+                self.note_filled(PyByteArray_GET_SIZE(reader._scratch))
         if reader._remaining or reader._args:
             current = self.kind_gathered()
             found = self.go_on()
@@ -763,6 +786,7 @@ cdef class HotSession:
         reader._held_bytes += length
         reader._arena_bytes += length
         if end - at >= length + SLACK:
+            reader._brings_values = True
             reader._args.append(hold)
             store.written(hold.extent, length, at)
             reader._start += length + SLACK
@@ -771,6 +795,7 @@ cdef class HotSession:
             reader._after_payload, reader._gathered = length > SCRATCH_BYTES, False
             return DONE
         reader._wide = reader._wide and length <= WIDE_VALUE_MAX
+        reader._brings_values = True
         # What comes behind the value may fall into the rest of its extent: a whole value is then one receive and not two,
         # and one that is the last of what has come ends without a receive for nothing. Not so where more is received
         # at once than that.
@@ -931,6 +956,7 @@ cdef class HotSession:
         if not store.placed(word(1), words.at[2], length, self.space, 0):
             store.stats.refused -= 1  # others ask once more
             return STRANGE
+        self._parser._brings_values = True
         say(b"+OK\r\n", 5)
         return DONE
 

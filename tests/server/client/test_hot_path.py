@@ -288,7 +288,7 @@ async def test_pipelines_of_short_values_that_come_in_turns_of_their_clients_sta
 async def test_a_long_pipeline_leaves_its_client_with_what_is_unread_and_no_more(loop: str, live: LiveServer) -> None:
     client, other = await live.connect(), await live.connect()
     assert await client.ask("CLIENT", "SETNAME", "long") == b"+OK\r\n"
-    values = {b"k%d" % number: random.Random(number).randbytes(15_000) for number in range(40)}
+    values = {b"k%d" % number: random.Random(number).randbytes(17_000) for number in range(40)}
     for rest in (b"*2\r\n$3\r\nGE", b""):
         await client.send_raw(b"".join(request("SET", *pair) for pair in values.items()) + rest)
         assert await client.read(40 * 5) == b"+OK\r\n" * 40
@@ -484,3 +484,20 @@ async def test_a_long_value_that_ends_in_one_receive_leaves_no_low_water_mark(li
     receive(session, stream[20_000:])
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
     assert await client.read_line() == b"+OK\r\n"
+
+
+async def test_a_client_that_sends_without_a_pause_keeps_others_waiting_for_no_more_than_a_turn(
+    loop: str, live: LiveServer
+) -> None:
+    other, flooding = await live.connect("tcp"), socket.create_connection(("127.0.0.1", live.server.tcp_port))
+    stream = request("SET", "k", b"s" * 100) * 100_000
+    sending = asyncio.get_running_loop().run_in_executor(None, flooding.sendall, stream)
+    done = live.server.stats.command("set")
+    most = 0
+    while not sending.done():
+        before = done.calls
+        assert await other.ask("PING") == b"+PONG\r\n"
+        most = max(most, done.calls - before)
+    await sending
+    flooding.close()
+    assert 0 < most < 30_000  # 32 receives of 20 KiB are 4,900 of them, and 32 of 256 KiB 62,000
