@@ -27,7 +27,7 @@ REFUSED_S: Final = 60.0
 COMMIT: Final = b"KV.COMMIT"
 ABORT: Final = b"KV.ABORT"
 TOGETHER_MAX: Final = 16
-"""Rooms asked for at once: one round trip for all of them."""
+"""Rooms asked for at once: one round trip for all of them. Where there is none, the server lets one of them wait."""
 UNREAD_MAX: Final = 64
 """Answers that are waited for only when there are so many, or something else is asked: each takes a round trip, and a
 prompt of 60 blocks is stored at the end of a pass that another engine waits for."""

@@ -72,7 +72,7 @@ class Scratches:
         """The client that has received last."""
         self.spare: list[bytearray] = []
         self.wide = bytearray(WIDE_BYTES)
-        """For a turn, of a client that sends short commands faster than they are taken: more of them in a receive."""
+        """For a turn, of a client that sends short values faster than they are taken: more of them in a receive."""
         self.wide_view = memoryview(self.wide)
         self.wide_holder: Parser | None = None
 
@@ -219,6 +219,8 @@ class Parser(Reader):
         """Lend the scratch, in which nothing is left, to whichever client receives next."""
         if self._scratches.holder is self:
             self._scratches.holder = None
+        if self._scratches.wide_holder is self:
+            self._scratches.wide_holder = None
         self._scratches.keep(self._scratch)
         self._scratch, self._view = NO_SCRATCH, NO_VIEW
 

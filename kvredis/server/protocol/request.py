@@ -48,8 +48,8 @@ SCRATCH_BYTES: Final = 20 * 1024
 16 KiB comes in one receive, which costs more than copying it does."""
 
 WIDE_BYTES: Final = 256 * 1024
-"""Size of the one that clients share for a turn each, where more than that has come of commands and short values. It
-stays in a processor's cache, so values are copied out of it for little."""
+"""Size of the one that clients share for a turn each, where more than that has come and it brings short values for the
+arena. It stays in a processor's cache, so they are copied out of it for little."""
 
 HEAD_BYTES: Final = 512
 """What is offered instead to a client whose last command brought a payload that is longer than that: room for the next
