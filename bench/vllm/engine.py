@@ -142,7 +142,7 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
             "chunk_size": chunk_tokens,
             "local_cpu": not words,
             "max_local_cpu_size": float(room // _GIB),
-        }
+        } | ({"use_gpu_connector_v3": True} if is_gpu else {})  # version 2 copies half of vLLM 0.26's KV
         if words:  # its memory is then where a prompt passes through, and keeps nothing
             given |= {"remote_url": f"resp://127.0.0.1:{port}", "extra_config": {"save_chunk_meta": False}}
         extra = {f"lmcache.{name}": value for name, value in given.items()}

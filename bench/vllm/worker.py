@@ -146,6 +146,25 @@ class LMCache:
         self._engine.clear(locations=["LocalCPUBackend"])
 
 
+def tell_layout() -> None:
+    """Have LMCache learn how vLLM lays KV out before it opens its stores. WHY: vLLM keeps K and V of a head side by
+    side since 0.26. LMCache 0.5.6 copies that right by its connector to GPUs of version 3, which learns of it with the
+    first chunk that is stored: too late for that chunk's shape, and for the client of a server, which keeps the shape
+    of older layouts. Half of each token's KV was copied then."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+
+    register = LMCacheConnectorV1.register_kv_caches
+
+    def learn(self: Any, kv_caches: Mapping[str, Any]) -> None:
+        connector = self._lmcache_engine.lmcache_engine.gpu_connector
+        if hasattr(connector, "group_kv_cache_pointers_on_gpu"):  # version 3
+            connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
+            connector._initialize_kv_cache_pointers()
+        register(self, kv_caches)
+
+    LMCacheConnectorV1.register_kv_caches = learn
+
+
 def settled(_worker: Any, wait_s: float) -> bool:
     """Asked within a worker: whether its connector has stored everything within so many seconds. It names nothing of
     this file, which may be another process' main module."""
@@ -181,6 +200,8 @@ class Engine:
         if told["connector"] is not None:
             options["kv_transfer_config"] = KVTransferConfig(**told["connector"])
         self._vocabulary = int(told["config"]["vocab_size"]) - 8
+        if told["connector"] is not None and told["connector"]["kv_connector"] == "LMCacheConnectorV1":
+            tell_layout()
         self._llm: Any = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True, **options,
         )  # fmt: skip
@@ -219,6 +240,8 @@ class Engine:
             own_bytes=own_bytes, warm_bytes=0, stored_bytes=stored, answers=[first, second],
         )  # fmt: skip
         if self._has_connector:
+            if self._ours is not None:
+                self._ours.settle(SETTLE_S)  # of a model that was made lively the second answer is the first stored
             self._reset()
             if self._is_one:
                 self._llm.collective_rpc(wipe)
