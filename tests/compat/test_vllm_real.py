@@ -258,6 +258,23 @@ def test_a_second_turn_finds_the_answer_to_the_first(first: VLLMProcess, model: 
     assert (second["tokens"], second["cached"]) == (alone, 192)  # of 199 whose KV the first turn has made
 
 
+def test_what_a_window_lets_go_of_while_a_prompt_is_stored_costs_no_more_than_itself(first: VLLMProcess) -> None:
+    small: dict[str, Any] = {"dtype": "float32"}
+    first.open("gemma", LOCAL | {"LMCACHE_SAVE_DECODE_CACHE": "true"}, **small)
+    first.generate(prompt(100, seed=1), tokens=2)
+    first.stored()
+    first.ask("stall", is_stalled=True)
+    answer = first.generate(prompt(150), tokens=50)[0]["tokens"]  # without prefix caching its own pages are taken first
+    first.ask("stall", is_stalled=False)
+    first.stored()
+    asked = [*prompt(150), *answer, 7]
+    found = first.generate(asked)[0]
+    stats = first.ask("stats")["worker"]
+    assert (found["cached"], stats["cancelled_jobs"]) == (192, 0)
+    first.open("gemma", {}, connector=None, **small)
+    assert first.generate(asked)[0]["tokens"] == found["tokens"]
+
+
 def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
     first: VLLMProcess, server: RunningServer, tmp_path: Path
 ) -> None:

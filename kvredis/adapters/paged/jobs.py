@@ -170,6 +170,15 @@ class Finished:
     unstored: list[bytes] = field(default_factory=list)
 
 
+Page = tuple[int, int]
+"""A group's number, and a page of its memory."""
+
+
+def pages_of(move: ChunkMove) -> set[Page]:
+    """The pages of a move."""
+    return {(move.group, page) for page in move.pages}
+
+
 def _yes() -> bool:
     return True
 
@@ -180,8 +189,8 @@ class JobState:
     lock, `moved` and what follows it belong to the thread that does the work, and the rest to the mover."""
 
     __slots__ = (
-        *("cancelled", "is_load", "is_sound", "is_torn", "moved", "moves", "nbytes", "over", "part_of", "parts"),
-        *("head_first", "present", "request", "seconds", "started", "tokens", "total"),
+        *("cancelled", "gone", "is_load", "is_sound", "is_torn", "is_whole", "moved", "moves", "nbytes", "over"),
+        *("head_first", "part_of", "parts", "present", "reading", "request", "seconds", "started", "tokens", "total"),
     )
 
     def __init__(
@@ -213,6 +222,12 @@ class JobState:
         """Of a load in parts, how many are not over; each counts as this one's when it is."""
         self.is_torn = False
         """Whether one of them has not come whole."""
+        self.gone: set[Page] = set()
+        """Of a store, pages that are another's from now on; of these and `reading` under the context's lock."""
+        self.reading: set[Page] = set()
+        """Those that are being read."""
+        self.is_whole = True
+        """Whether its chunks leave whole, and not layer by layer."""
         self.cancelled = self.started = self.over = False
 
     def count(self, chunks: int, tokens: int, nbytes: int) -> None:
@@ -258,6 +273,8 @@ class MoverContext:
     bandwidth: Bandwidth
     checksums: Checksums
     counters: Counters
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    """Of what the mover knows of its jobs."""
 
     @property
     def places(self) -> list[int]:

@@ -5,14 +5,13 @@ engine that steps busily in the same process leaves little of it. A load that wa
 thread of its own, which hands the chunks that have come over to the thread for loads. Whatever happens there is a
 failed page, a counter and a line in the log, and never an error of the engine's.
 
-Until a job is over its pages are its own: a load writes them, a store reads them. `finished` says when that ends, and
-`cancel` makes it end sooner.
+Until a job is over its pages are its own: a load writes them, a store reads them. `finished` says when that ends,
+`cancel` makes it end sooner, and `let_go` for some of its pages.
 """
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +24,18 @@ from kvredis.adapters.transfer.checksum import Checksums
 from kvredis.backends.base import Backend
 
 from .awaited_load import AwaitedLoad
-from .jobs import ChunkMove, Counters, Finished, JobState, LoadJob, MoverContext, MoverTask, MovingOptions, StoreJob
+from .jobs import (
+    ChunkMove,
+    Counters,
+    Finished,
+    JobState,
+    LoadJob,
+    MoverContext,
+    MoverTask,
+    MovingOptions,
+    Page,
+    StoreJob,
+)
 from .jobs import PagedGroup as PagedGroup
 from .layerwise_store import LayerStores
 from .load import ChunkLoad
@@ -60,7 +70,7 @@ class ChunkMover:
             self._await, "kvredis awaited loads", self.options.max_load_chunks, threads=AWAITED_MAX
         )
         self._storer: Executor[MoverTask] = Executor(self._run, "kvredis stores", self.options.max_store_chunks)
-        self._changed = threading.Condition()  # of all below
+        self._changed = self._context.changed  # of all below
         self._jobs: dict[str, list[JobState]] = {}
         self._chunks = {True: 0, False: 0}
         """Of jobs that are not over: loads, stores."""
@@ -125,6 +135,19 @@ class ChunkMover:
             self._cancel(request)
             return self._changed.wait_for(lambda: request not in self._jobs, wait_s)
 
+    def let_go(self, request: str, pages: Set[Page], wait_s: float) -> bool:
+        """Store nothing of a request that is in these pages, and the rest as before; stores that leave layer by layer
+        end. True: the pages are free now. False: a copy out of them is under way still when `wait_s` have passed."""
+        with self._changed:
+            stores = [job for job in self._jobs.get(request, ()) if not job.is_load]
+            for job in stores:
+                job.gone |= pages
+                if not job.is_whole:
+                    self._give_up(job)
+            return self._changed.wait_for(
+                lambda: all(job.over or (job.is_whole and job.reading.isdisjoint(pages)) for job in stores), wait_s
+            )
+
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 
     def save_layer(self, place: int, jobs: Sequence[StoreJob]) -> None:
@@ -136,7 +159,7 @@ class ChunkMover:
         if stores is None or not stores.computed(place, self._launched()):
             if stores is not None:
                 stores.finish()
-            states = [state for state in map(self._storing, jobs) if self._admit(state)]
+            states = [state for state in (self._storing(job, is_whole=False) for job in jobs) if self._admit(state)]
             self.layer_stores = LayerStores(self._context, states)
             self.layer_stores.computed(place, self._launched())
             if states:
@@ -190,8 +213,10 @@ class ChunkMover:
             task.begin(left_bytes)
 
     @staticmethod
-    def _storing(job: StoreJob) -> JobState:
-        return JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound, head_first=job.head_first)
+    def _storing(job: StoreJob, *, is_whole: bool = True) -> JobState:
+        state = JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound, head_first=job.head_first)
+        state.is_whole = is_whole
+        return state
 
     def _load_part(self, after: torch.cuda.Event | None, part: JobState) -> None:
         """Load chunks of a larger load, which have come. Returns when one part at most has not been loaded: what comes
@@ -303,9 +328,13 @@ class ChunkMover:
     def _cancel(self, request: str) -> None:
         """Holds the lock."""
         for job in tuple(self._jobs.get(request, ())):
-            job.cancelled = True
-            if not job.started:
-                self._end(job)
+            self._give_up(job)
+
+    def _give_up(self, job: JobState) -> None:
+        """Holds the lock."""
+        job.cancelled = True
+        if not job.started:
+            self._end(job)
 
     def _end(self, job: JobState) -> None:
         """Enter a job's end; holds the lock. A second call does nothing."""

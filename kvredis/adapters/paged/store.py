@@ -17,7 +17,7 @@ from kvredis.adapters.transfer.base import Moving, Part, Transfer, wait_for_all
 from kvredis.backends.base import Reservation
 from kvredis.backends.shm.gpu_writer import GpuReservation
 
-from .jobs import GPU_PART, ChunkMove, JobState, MoverContext, MoverTask
+from .jobs import GPU_PART, ChunkMove, JobState, MoverContext, MoverTask, pages_of
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,10 @@ class ChunkStore(MoverTask):
     def _store_run(self, moves: Sequence[ChunkMove], order: PrefixOrder) -> None:
         at, nbytes = 0, self._context.value_bytes(moves[0])
         while at < len(moves) and not self._job.cancelled:
+            if not self._job.gone.isdisjoint(pages_of(moves[at])):
+                self._context.counters.add(dropped_stores=1)
+                at += 1
+                continue
             together = alike(moves[at : at + max(self._piece_bytes // nbytes, 1)])
             chunks = reserve(self._context, together)
             self._next += chunks  # ours to give back from here on
@@ -195,13 +199,35 @@ class ChunkStore(MoverTask):
 
     def _send(self) -> None:
         if self._next:
-            nbytes = bytes_of(self._next)
-            self._context.bandwidth.take(nbytes, is_load=False)
+            self._context.bandwidth.take(bytes_of(self._next), is_load=False)
+            self._take_pages()
+        if self._next:
             transfer = self._context.groups[self._next[0].move.group].transfer
             parts = [chunk.part(transfer) for chunk in self._next]
             self._under_way.append((self._next, transfer.store(parts, after=self._after)))
-            self._held_bytes += nbytes
+            self._held_bytes += bytes_of(self._next)
             self._next = []
+
+    def _take_pages(self) -> None:
+        """Say which pages are read from now on. The next chunks are without those whose pages are gone."""
+        with self._context.changed:
+            chunks, self._next = self._next, []
+            for chunk in chunks:
+                pages = pages_of(chunk.move)
+                if self._job.gone.isdisjoint(pages):
+                    self._next.append(chunk)
+                    self._job.reading |= pages
+        gone = set(chunks).difference(self._next)
+        for chunk in gone:
+            chunk.abort()
+        self._context.counters.add(dropped_stores=len(gone))
+
+    def _give_pages_back(self, chunks: Sequence[ReservedChunk]) -> None:
+        """The pages of these are read no more."""
+        with self._context.changed:
+            for chunk in chunks:
+                self._job.reading -= pages_of(chunk.move)
+            self._context.changed.notify_all()
 
     def _advance(self, order: PrefixOrder) -> None:
         """Take every step that waits for nothing."""
@@ -222,6 +248,7 @@ class ChunkStore(MoverTask):
         """Wait for the oldest batch to have moved, and let it be hashed."""
         chunks, moving = self._under_way[0]
         moving.wait()
+        self._give_pages_back(chunks)
         for chunk in chunks:
             chunk.checksum.begin()  # may find no thread
         self._filled.append(chunks)

@@ -160,7 +160,8 @@ class PagedWorker:
         """Of each of the mover's groups ours."""
         self.mover = ChunkMover(backend, paged_groups, options)
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
-        self._storing: dict[str, set[int]] = {}
+        self._storing: dict[str, dict[int, set[int]]] = {}
+        """The pages that stores read, by request and by group."""
         self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
         self._tells_over = any(group.is_state for group in groups)
         self._unread: dict[str, int] = {}  # of the step's stores, until the mover has heard of them: its number
@@ -183,9 +184,10 @@ class PagedWorker:
         for name in step.moves.cancelled:
             self.mover.cancel(name)  # its pages are its own until it is told of
             self._cancelled |= {name} & self._waited_for.keys()
-        for name, pages in list(self._storing.items()):
-            if not pages.isdisjoint(step.taken):
-                self._end_stores(name)
+        for name, by_group in list(self._storing.items()):
+            taken = {group: mine for group, pages in by_group.items() if (mine := pages & step.taken)}
+            if taken:
+                self._give_pages(name, taken)
 
     def _compare(self, step: Step, *, gives_way: bool = False) -> Check | None:
         """Whether the weights are those of the step's keys; None where that is not asked. Once a step."""
@@ -204,6 +206,18 @@ class PagedWorker:
             self.mover.counters.add(errors=1)
             self.weights.suspect()
             return self.weights.failed()
+
+    def _give_pages(self, name: str, taken: Mapping[int, set[int]]) -> None:
+        """Let go of pages, by group, that a request's stores read. Where a window has let go of them before, the rest
+        of its prompt is as good as ever; what sees all that is before it is worth nothing without them."""
+        if name in self._waited_for or any(self.groups[group].window is None for group in taken):
+            self._end_stores(name)
+            return
+        for group, pages in taken.items():
+            self._storing[name][group] -= pages
+        gone = {(group, page) for group, pages in taken.items() for page in self._kernel_pages(group, tuple(pages))}
+        if not self.mover.let_go(name, gone, CANCEL_WAIT_S):
+            logger.error("A copy of request %s is stuck: its pages are used all the same", name)
 
     def _end_stores(self, name: str) -> None:
         if name in self._waited_for:
@@ -245,8 +259,9 @@ class PagedWorker:
             if not ours:
                 continue
             self._to_store.add(job.request)
-            watched = self._storing.setdefault(job.request, set())
-            watched |= {page for move in ours for page in move.pages}
+            watched = self._storing.setdefault(job.request, {})
+            for move in ours:
+                watched.setdefault(move.group, set()).update(move.pages)
             jobs.append(replace(job, moves=[self._move(move) for move in ours]))
         return jobs
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvredis.adapters.paged.jobs import LoadJob, StoreJob
+from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.backends.local import LocalBackend
 from tests.adapters.fake_backend import FakeBackend, FakeReservation
 from tests.adapters.paged_engine import (
@@ -115,6 +116,67 @@ def test_a_load_s_pages_are_written_behind_what_wrote_them_last() -> None:
         assert mover.settle(WAIT_S)
     assert {way for way, _, _ in gate.calls} == {"load"}
     assert all(given is after for _, _, given in gate.calls)
+
+
+def hold_back(mover: ChunkMover, pieces: int) -> tuple[threading.Event, threading.Event]:
+    """Let the first pieces through, and those behind them when the second event is set; the first says that one
+    waits."""
+    take, left, waits, goes_on = mover._context.bandwidth.take, [pieces], threading.Event(), threading.Event()
+
+    def wait(nbytes: int, *, is_load: bool) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            waits.set()
+            assert goes_on.wait(WAIT_S)
+        take(nbytes, is_load=is_load)
+
+    mover._context.bandwidth.take = wait  # type: ignore[method-assign]
+    return waits, goes_on
+
+
+def test_of_pages_that_are_let_go_of_nothing_is_stored_and_the_rest_is() -> None:
+    engine, backend, moves = PagedEngine(transfer=GatedTransfer, groups=1), FakeBackend(), moves_of("a", 4)
+    gate = engine.groups[0].transfer
+    assert isinstance(gate, GatedTransfer)
+    with mover_on(backend, engine, batch_bytes=1) as mover:
+        _, goes_on = hold_back(mover, 1)
+        mover.store(StoreJob("r", moves, 4 * CHUNK))
+        assert gate.began.wait(WAIT_S)  # with the last chunk, as the tail goes first
+        assert mover.let_go("r", pages_in(moves[1:3]), 0.0), "their turn has not come"
+        assert not mover.let_go("r", pages_in(moves[3:]), 0.01), "they are being read"
+        gate.open.set()
+        assert mover.let_go("r", pages_in(moves[3:]), WAIT_S), "they are read no more, though the store goes on"
+        goes_on.set()
+        assert mover.settle(WAIT_S)
+        finished, stats = mover.finished(), mover.stats()
+        assert (finished.stored, finished.unstored) == ({"r"}, [move.key for move in moves])
+        assert (stats["stored_chunks"], stats["dropped_stores"], stats["cancelled_jobs"]) == (2, 2, 0)
+    assert set(backend.values) == {moves[0].key, moves[3].key}
+    assert all(backend.values[move.key] == block_for(engine, move) for move in (moves[0], moves[3]))
+
+
+def test_chunks_that_have_room_already_give_it_back_when_their_pages_are_let_go_of() -> None:
+    engine, backend, moves = PagedEngine(groups=1), FakeBackend(), moves_of("a", 3)
+    with mover_on(backend, engine) as mover:
+        waits, goes_on = hold_back(mover, 0)
+        mover.store(StoreJob("r", moves, 3 * CHUNK))
+        assert waits.wait(WAIT_S)
+        assert mover.let_go("r", pages_in(moves[:2]), 0.0)
+        goes_on.set()
+        assert mover.settle(WAIT_S)
+        assert mover.stats()["dropped_stores"] == 2
+    assert set(backend.values) == {moves[2].key}
+
+
+def test_stores_that_leave_layer_by_layer_end_when_a_page_is_let_go_of() -> None:
+    engine, backend, moves = PagedEngine(1, groups=1), FakeBackend(), moves_of("a", 3)
+    with mover_on(backend, engine) as mover:
+        mover.save_layer(0, [StoreJob("r", moves, 3 * CHUNK)])
+        assert mover.let_go("r", pages_in(moves[:1]), WAIT_S)
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        assert mover.stats()["cancelled_jobs"] == 1
+    assert not backend.values
 
 
 class SlowToTouch(FakeBackend):

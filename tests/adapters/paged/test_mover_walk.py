@@ -49,6 +49,7 @@ class Walk:
         self.truth: dict[bytes, bytes] = {}
         self.jobs: dict[str, list[ChunkMove]] = {}
         self.cancelled: set[str] = set()
+        self.stores: set[str] = set()
         self.compared = self.number = 0
         for group, pages in enumerate(self.free):
             self._wipe(group, pages, FREE)
@@ -56,7 +57,7 @@ class Walk:
     def step(self) -> None:
         """One thing that an engine may do, or that may happen to it."""
         kinds = [self.load, self.store, self.cancel, self.layers, self.damage, self.look, self.evict, self.rest]
-        self.lot.choices(kinds, [6, 6, 3, 3, 1, 4, 1, 2])[0]()
+        self.lot.choices([*kinds, self.let_go], [6, 6, 3, 3, 1, 4, 1, 2, 3])[0]()
 
     def load(self) -> None:
         name, moves = self._take(UNWRITTEN)
@@ -68,6 +69,7 @@ class Walk:
             for layer in range(self.engine.layouts[move.group].layers):
                 self._compute(move, layer)
             self.truth.setdefault(move.key, self.engine.bytes_of(move))
+        self.stores.add(name)
         self.mover.store(StoreJob(name, moves, 100))
 
     def layers(self) -> None:
@@ -87,6 +89,7 @@ class Walk:
             for layer in range(self.engine.layouts[move.group].layers):
                 self._compute(move, layer)
             self.truth.setdefault(move.key, self.engine.bytes_of(move))
+        self.stores.add(other)
         self.mover.end_layers()
 
     def cancel(self) -> None:
@@ -96,6 +99,16 @@ class Walk:
             if self.mover.cancel(name, self.lot.choice([0.0, WAIT_S])):
                 self.look()
                 assert name not in self.jobs, "its pages are free, so it was told of"
+
+    def let_go(self) -> None:
+        """A page that a store reads becomes another's, which writes it."""
+        if names := sorted(self.stores & self.jobs.keys()):
+            name = self.lot.choice(names)
+            move = self.lot.choice(self.jobs[name]) if self.jobs[name] else None
+            if move is not None:
+                page = self.lot.choice(move.pages)
+                if self.mover.let_go(name, {(move.group, page)}, self.lot.choice([0.0, WAIT_S])):
+                    self._wipe(move.group, [page], UNWRITTEN)
 
     def damage(self) -> None:
         """A bit of a stored block flips."""

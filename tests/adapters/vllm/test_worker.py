@@ -182,6 +182,30 @@ def test_a_page_is_not_stored_any_more_when_it_is_written_again(monkeypatch: pyt
     halves.close()
 
 
+@pytest.mark.parametrize("split", [1, 2])
+def test_pages_that_a_window_has_let_go_of_cost_a_store_what_is_in_them_alone(split: int) -> None:
+    halves = Halves((None, 100), split)
+    halves.close()
+    gate = Gate()
+    halves.open(gate)
+    tables = [list(range(1, 19)), list(range(20, 38))]  # numbers are of one pool
+    halves.prompt("a", tables)
+    taken = tables[1][: CHUNK // PAGE]  # the window's first chunk, by a request that vLLM never asked about
+    halves.scheduling.scheduled("b", [[], taken], 0, CHUNK, anew=True)
+    halves.step(lambda: [halves.page(name, page).fill_(-1) for name in halves.groups[1].names for page in taken])
+    gate.opened.set()
+    assert halves.worker.mover.settle(WAIT_S)
+    assert halves.worker.mover.stats()["cancelled_jobs"] == 0
+    all_of_it, window = ([chunk.key for chunk in keys] for keys in halves.scheduling.follow(Prompt("a", TOKENS)).keys)
+    assert gate.values.keys() == {*all_of_it, *window[1:]}
+    into = [list(range(1, 19)), [0] * 9 + list(range(29, 38))]
+    for cache in halves.caches.values():
+        cache.zero_()
+    assert halves.prompt("c", into) == 256
+    assert halves.holds(into, 256)
+    halves.close()
+
+
 def test_keys_of_a_store_that_ends_before_its_end_are_told_of_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     halves = Halves()
     halves.close()
