@@ -1,6 +1,7 @@
 """A chunk stored layer by layer and read layer by layer, by clients that know nothing of kvredis."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -86,10 +87,12 @@ def test_redis_cli_stores_a_value_in_parts_that_are_typed(kvredis: RunningServer
             assert cli.stdin is not None
             cli.stdin.write(line.encode() + b"\n")
             cli.stdin.flush()
-            while b"\n" not in seen:
-                seen += os.read(ours, 4096)
-            answer, _, seen = seen.partition(b"\n")
-            return answer.strip()
+            while True:
+                while b"\n" not in seen:
+                    seen += os.read(ours, 4096)
+                answer, _, seen = seen.partition(b"\n")
+                if not re.fullmatch(rb"\(\d+\.\d+s\)", answer.strip()):  # of a slow answer before
+                    return answer.strip()
 
         try:
             number = int(ask("KV.RESERVE typed 40010").split()[-1])
