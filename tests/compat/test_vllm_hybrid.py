@@ -20,6 +20,7 @@ from kvredis.bench.core.shapes import shape_of
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
 from tests.compat.vllm_process import VLLMProcess, site
+from tests.gate import nightly
 
 MODELS = ("qwen3-next", "qwen3.5", "lfm2")
 PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60"}
@@ -137,7 +138,7 @@ def open_any(value: bytes) -> bytes:
     return value[8 + int.from_bytes(value[:8], "little") :]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [MODELS[0], *map(nightly, MODELS[1:])])
 def test_what_is_loaded_gives_the_tokens_of_what_is_computed_in_a_fresh_engine_too(
     engine: VLLMProcess, client: redis.Redis, model: str
 ) -> None:
@@ -222,6 +223,7 @@ def test_states_take_as_much_as_is_allowed_and_the_last_ones_are_always_stored(
         assert (len(states(client)), warm[0]["cached"]) == (3 * count, hit)
 
 
+@pytest.mark.nightly
 def test_where_storing_is_slower_than_computing_only_the_last_states_are_stored(
     engine: VLLMProcess, client: redis.Redis
 ) -> None:
