@@ -1,8 +1,11 @@
 """What storage/_core.pyx lends to the server's hot path, which is compiled too: fields and steps without a frame."""
 
 from cpython.long cimport PyLong_AsSsize_t
-from cpython.pythread cimport PyThread_type_lock
 from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
+
+cdef extern from "semaphore.h" nogil:
+    ctypedef struct sem_t:
+        pass
 
 
 cdef enum:
@@ -31,7 +34,9 @@ cdef class StoreCounts:
 
 
 cdef class Lock:
-    cdef PyThread_type_lock held
+    cdef bint taken
+    cdef Py_ssize_t waiting  # threads before `turns` that no turn has been given
+    cdef sem_t turns
     cdef int take(self) except -1
     cdef int give(self) except -1
 
