@@ -240,8 +240,7 @@ class Engine:
             own_bytes=own_bytes, warm_bytes=0, stored_bytes=stored, answers=[first, second],
         )  # fmt: skip
         if self._has_connector:
-            if self._ours is not None:
-                self._ours.settle(SETTLE_S)  # of a model that was made lively the second answer is the first stored
+            self._wait_stored()  # of a model that was made lively the second answer's KV is the first
             self._reset()
             if self._is_one:
                 self._llm.collective_rpc(wipe)
@@ -393,13 +392,17 @@ class Engine:
         """Wait until what was computed is stored. vLLM's own connectors say nothing of it: they hand over what a step
         has computed with a later one, so some follow; with every arm, since an engine that has just served something
         is quicker than one that has slept."""
-        if self._ours is not None and not self._ours.settle(SETTLE_S):
-            raise RuntimeError(f"not stored within {SETTLE_S:.0f} s")
+        self._wait_stored()
         for place in range(3):
             self._generate(self._prompt(50 + place, _SHORT_TOKENS), 1)
         if self._has_connector and self._ours is None:
             time.sleep(0.5)
             self._generate(self._prompt(53, _SHORT_TOKENS), 1)
+
+    def _wait_stored(self) -> None:
+        """As far as a connector says so."""
+        if self._ours is not None and not self._ours.settle(SETTLE_S):
+            raise RuntimeError(f"not stored within {SETTLE_S:.0f} s")
 
     def _reset(self) -> None:
         """Empty vLLM's own cache; blocks that a connector still reads are not let go of at once."""

@@ -208,8 +208,8 @@ class PagedWorker:
             return self.weights.failed()
 
     def _give_pages(self, name: str, taken: Mapping[int, set[int]]) -> None:
-        """Let go of pages, by group, that a request's stores read. Where a window has let go of them before, the rest
-        of its prompt is as good as ever; what sees all that is before it is worth nothing without them."""
+        """Let go of pages, by group, that a request's stores read. Of layers with a window the rest of its prompt is as
+        good as ever without them; layers that see the whole prefix have no use for what is behind a gap."""
         if name in self._waited_for or any(self.groups[group].window is None for group in taken):
             self._end_stores(name)
             return
