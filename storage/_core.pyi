@@ -156,8 +156,8 @@ class Entry:
     leases: int
     created_s: float
     accessed_s: float
-    encoding: tuple[bytes, str] | None
-    """What some want to know of how `value` came about: that value, so that it is void for another, and a word."""
+    encoding: str | None
+    """What some want to know of how `value` came about, in a word; None again when it is written over."""
     tokens: int
     """How many tokens the block says that it holds (tensor_facts.py); 0 for what says nothing and for small values."""
     affirmed_turn: int

@@ -1120,7 +1120,7 @@ cdef class StoreCore:
                 # The commonest small write, onto an entry without a hold: it may change.
                 self.inline_bytes += len(value) - entry.length
                 entry.length = len(value)
-                entry.value, entry.hits = value, 0
+                entry.value, entry.hits, entry.encoding = value, 0, None
                 entry.created_s = entry.accessed_s = now_s or self.now()
                 self.renew(entry)
                 self.stats.overwritten += 1

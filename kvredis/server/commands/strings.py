@@ -131,15 +131,15 @@ def note_encoding(session: Caller, name: tuple[bytes, int], encoding: str) -> No
     """What OBJECT ENCODING answers for a value just published, where Redis does not look for an integer in it."""
     entry = session.store.find(*name)
     if entry is not None and entry.value is not None and entry.length <= EMBEDDED_BYTES_MAX:
-        entry.encoding = entry.value, encoding
+        entry.encoding = encoding
 
 
 def encoding_of(entry: Entry) -> str:
     """What Redis would call the way in which the value is kept."""
     if entry.value is None or entry.length > EMBEDDED_BYTES_MAX:
         return "raw"
-    if entry.encoding is not None and entry.encoding[0] is entry.value:
-        return entry.encoding[1]
+    if entry.encoding is not None:
+        return entry.encoding
     return "int" if entry.length <= INTEGER_BYTES_MAX and parse_integer(entry.value) is not None else "embstr"
 
 

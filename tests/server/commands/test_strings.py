@@ -275,6 +275,14 @@ def test_an_edited_value_is_raw_until_it_is_set_anew(session: FakeSession) -> No
     assert session.ask("OBJECT ENCODING l") == b"$3\r\nint\r\n"
 
 
+@pytest.mark.parametrize("anew", ["SET k 1", "MSET k 1", "GETSET k 1"])
+def test_the_same_digit_set_anew_is_an_integer_again(session: FakeSession, anew: str) -> None:
+    session.ask("INCRBYFLOAT k 1")
+    assert session.ask("OBJECT ENCODING k") == b"$6\r\nembstr\r\n"
+    session.ask(anew)
+    assert session.ask("OBJECT ENCODING k") == b"$3\r\nint\r\n"
+
+
 @pytest.mark.parametrize("left_ms", range(1, 8))
 def test_what_ends_while_it_is_appended_to_leaves_nothing_behind(session: FakeSession, left_ms: int) -> None:
     now_ms = session.store.now_ms()
