@@ -240,7 +240,7 @@ class Engine:
             own_bytes=own_bytes, warm_bytes=0, stored_bytes=stored, answers=[first, second],
         )  # fmt: skip
         if self._has_connector:
-            self._wait_stored()  # of a model that was made lively the second answer's KV is the first
+            self._wait_stored()  # the first answer's is dropped where weights were made lively since the start
             self._reset()
             if self._is_one:
                 self._llm.collective_rpc(wipe)
