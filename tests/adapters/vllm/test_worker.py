@@ -9,6 +9,7 @@ import torch
 
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import MovingOptions
+from kvredis.adapters.vllm import worker
 from kvredis.adapters.vllm.kv_layout import layer_groups
 from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
 from kvredis.adapters.vllm.scheduler import Scheduling
@@ -256,7 +257,7 @@ def test_a_page_is_watched_until_its_own_store_is_over_not_an_earlier_one_of_its
 class NotingWatch(WeightsWatch):
     """Weights that are what keys say; it notes how many loads have begun when it is asked."""
 
-    def begin(self, number: int, digest: str, *, is_full: bool = False, gives_way: bool = False) -> Check:
+    def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
         self.asked.append(self.worker.mover.stats()["loading_chunks"])
         return Check(self, number, None, holds=True)
 
@@ -290,11 +291,35 @@ def test_a_load_is_under_way_before_weights_are_compared() -> None:
     halves.close()
 
 
+def test_an_idle_engine_compares_weights_when_all_copies_of_a_load_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "HEAD_START_S", WAIT_S)
+    halves, asked_for = Halves(), list[bool]()
+    halves.prompt("a", tables_of(halves, 1))
+    assert halves.worker.mover.settle(WAIT_S)
+
+    class Watch(NotingWatch):
+        def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
+            asked_for.append(self.worker.mover.wait_sent(0))
+            return Check(self, number, None, holds=True)
+
+    watch = halves.worker.weights = Watch()
+    watch.worker = halves.worker
+    halves.scheduling.weights.digests = ("of rank 0",)
+    assert halves.scheduling.match(Prompt("b", TOKENS), 0) == 256
+    halves.scheduling.allocated("b", tables_of(halves, 20), 256)
+    halves.step()
+    assert asked_for == [True]
+    assert halves.until(lambda results: "b" in results.loaded).failed == set()
+    halves.close()
+
+
 def test_weights_are_compared_behind_the_forward_pass_whose_kv_is_stored() -> None:
     halves, seen = Halves(), list[str]()
 
     class Watch(NotingWatch):
-        def begin(self, number: int, digest: str, *, is_full: bool = False, gives_way: bool = False) -> Check:
+        def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
             seen.append("compared")
             return Check(self, number, None, holds=True)
 
