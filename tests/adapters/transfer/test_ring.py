@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from functools import partial
 from itertools import pairwise
@@ -22,6 +23,7 @@ from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_layouts import block_of, planes_first
 
 from .lazy_gpu import LazyEvent, LazyGpu
+from .test_passing_sums import true_sum
 
 SIZE = (40, 2, 16, 2, 32)
 
@@ -202,6 +204,46 @@ def test_between_gpus_buffers_are_longer_and_each_is_filled(way: str) -> None:
     getattr(transfer, way)(parts, **({"is_last": True} if way == "load" else {})).wait()
     assert gpu.copies == [16, 16, 8]  # parts of 6 units, in buffers of 96
     assert all(true(layers, part) for part in parts)
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("first", [False, True])
+def test_each_job_fills_as_much_of_a_buffer_as_its_own_far_end_asks_for(first: bool, way: str) -> None:
+    layers = made_layers()
+    gpu = LazyGpu(PagedKV(layers))
+    transfer = RingTransfer(
+        PagedKV(layers), gpu, Tuning(slot_bytes=24 * layers[0][0, 0].numel() * 2, slots=2), sums=True
+    )
+    parts = parts_of(layers, [1] * 40)
+    for is_linked in (first, not first, first):
+        gpu.holds_both_ends = is_linked
+        gpu.copies.clear()
+        for part in parts:
+            part.memory[:] = os.urandom(part.memory.nbytes)
+        sums = [transfer.sum_of(part.memory.nbytes) for part in parts]
+        rows = [part._replace(row=each.row) for part, each in zip(parts, sums, strict=True) if each is not None]
+        getattr(transfer, way)(rows).wait()
+        assert max(gpu.copies) == (16 if is_linked else 4)  # parts of 6 units, in buffers of 96 and 24
+        assert all(true(layers, part) for part in parts)
+        assert [each and each.result() for each in sums] == [true_sum(part.memory) for part in parts]
+
+
+def test_where_a_gpu_has_no_memory_for_longer_buffers_its_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers, units=24)
+    parts = parts_of(layers, [1] * 40)
+    transfer.load(parts).wait()
+
+    def full(nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(gpu, "buffer", full)
+    gpu.holds_both_ends = True
+    for _ in range(2):
+        gpu.copies.clear()
+        transfer.load(parts).wait()
+        assert max(gpu.copies) == 4
+        assert all(true(layers, part) for part in parts)
 
 
 @pytest.mark.parametrize("after", [0, 2])

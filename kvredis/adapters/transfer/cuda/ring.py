@@ -172,14 +172,17 @@ class RingWay:
     def __init__(
         self, device: Device, tuning: Tuning, nbytes: int, linked_nbytes: int, sums: RingSums | None, *, out: bool
     ) -> None:
-        """A buffer has `nbytes`, or `linked_nbytes` where the first job's memory is another GPU's."""
+        """A job fills `nbytes` of each buffer, or `linked_nbytes` where its memory is another GPU's; the first of those
+        makes buffers so long."""
         self._device = device
         self._tuning = tuning
         self._is_out = out
         self._sums = sums
         self._summed: Event | None = None
-        self._nbytes = nbytes
+        self._host_nbytes = nbytes
         self._linked_nbytes = linked_nbytes
+        self._nbytes = nbytes
+        """Of a buffer, for the last job."""
         self._is_linked = False
         """Whether the far end of the last job is a GPU's memory: a copy there is sooner over than the next one is asked
         for."""
@@ -214,11 +217,26 @@ class RingWay:
                 self._sum_up()
 
     def _open(self, job: AnyPlan) -> None:
+        self._nbytes = self._linked_nbytes if self._is_linked else self._host_nbytes
         if not self._ring:
-            if self._is_linked:
-                self._nbytes = self._linked_nbytes
             with self._device.on(self._kernels):
                 self._ring = list(self._made_slots())
+        elif self._ring[0].buffer.nbytes < self._nbytes:
+            self._lengthen()
+
+    def _lengthen(self) -> None:
+        """Take longer buffers; where the GPU has no memory for them, those that are there do."""
+        self.synchronize()  # what is let go may be another's at once
+        short = self._ring[0].buffer.nbytes
+        try:
+            with self._device.on(self._kernels):
+                made = [(self._device.buffer(self._nbytes), self._made_scratch()) for _ in self._ring]
+        except RuntimeError as error:
+            logger.info("staging buffers stay at %d bytes: %s", short, error)
+            self._linked_nbytes = self._nbytes = short
+            return
+        for slot, (buffer, scratch) in zip(self._ring, made, strict=True):
+            slot.buffer, slot.scratch, slot.free, slot.summed = buffer, scratch, None, None
 
     def _out(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
         device = self._device
@@ -326,8 +344,11 @@ class RingWay:
             slot = Slot(self._device.buffer(self._nbytes), self._device.stream())
             if self._sums is not None:
                 stream = stream if stream is not None and self._is_out else self._device.stream()
-                slot.sums, slot.scratch = stream, self._sums.summing.scratch(self._nbytes)
+                slot.sums, slot.scratch = stream, self._made_scratch()
             yield slot
+
+    def _made_scratch(self) -> torch.Tensor | None:
+        return None if self._sums is None else self._sums.summing.scratch(self._nbytes)
 
     def _pages(self, job: AnyPlan, after: Any, moving: RingMoving) -> torch.Tensor:
         """Have a job's page numbers there; kernels come behind `after` from now on."""
