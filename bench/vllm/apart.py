@@ -2,7 +2,8 @@
 a long prompt cost requests that decode meanwhile? `kvredis bench pd`, with real vLLM, two GPUs and one kvredis.
 
 Engines that prefill (kv_producer) share the first GPU, the one that decodes (kv_consumer) has the second; with one GPU
-they share it, and without any a tiny model computes on the CPU. Each prompt is new. The decode engine first computes it
+they share it, and without any a tiny model computes on the CPU. With several ranks each engine has as many GPUs; where
+there are not enough for two such engines they share the first. Each prompt is new. The decode engine first computes it
 alone, which is what the rest is compared with, and forgets it; then a prefill engine computes it and the decode engine
 loads it.
 
@@ -14,6 +15,7 @@ Arms: how the prompt is computed
     layers      in one pass, stored layer by layer (use_layerwise: true)
     gpu         in one pass, stored in the memory of the GPU that decodes, which kvredis has (gpu_memory)
     gpu+chunked the same in passes of CHUNKED_TOKENS
+    gpu+layers  in one pass, stored there layer by layer
     nixl        in one pass, and read by a decode engine of its own, both with vLLM's NixlConnector
     nixl+cross  the same with all layers of a page beside each other (enable_cross_layers_blocks: true)
 `gpu` is in the default list where there are two GPUs. `nixl` needs that package beside vLLM, is not in the list, and is
@@ -87,7 +89,7 @@ from .worker import Asked, Opening
 SCHEMA: Final = "kvredis.bench.pd/1"
 WHOLE, CHUNKED, GPU = "whole", "chunked", "gpu"
 ARMS: Final = (WHOLE, CHUNKED, LAYERS)
-GPU_ARMS: Final = (GPU, f"{GPU}+{CHUNKED}")
+GPU_ARMS: Final = (GPU, f"{GPU}+{CHUNKED}", f"{GPU}+{LAYERS}")
 """Arms that need a GPU's memory."""
 PEERS: Final = (NIXL, f"{NIXL}+{CROSS}")
 """Arms of another's: a pair of engines each, without kvredis between."""
@@ -98,7 +100,7 @@ DECODING: Final = 8
 CHUNKED_TOKENS: Final = 2048
 
 JUDGED_TOKENS: Final = 15_000
-"""Bars are for the 8b shape on two GPUs, and prompts from this length on."""
+"""Bars are for the 8b shape on two GPUs, an engine each, and prompts from this length on."""
 HANDOVER_MOST: Final = {CHUNKED: 60.0, WHOLE: 90.0} | dict.fromkeys(GPU_ARMS, 35.0)
 TO_SINGLE_MOST: Final = 1.03
 STALL_MOST_MS: Final = 20.0
@@ -142,6 +144,7 @@ class PdPlan:
     chunk_tokens: int | None = None
     repeats: int = 5
     limit_s: float = float("inf")
+    ranks: int = 1
 
     def steps(self) -> int:
         """Give about how often `run` calls its progress."""
@@ -153,11 +156,17 @@ class PdSetting(Setting):
     """The same with prompts of one length."""
 
     tokens: int
+    ranks: int
 
     @property
     def gpus(self) -> int:
         """How many there are."""
         return int(self.facts.get("devices", 0))
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether the engine that decodes has GPUs of its own."""
+        return self.gpus >= 2 * self.ranks
 
 
 def arms_of(plan: PdPlan, facts: dict[str, Any]) -> tuple[str, ...]:
@@ -195,10 +204,14 @@ def setting_of(plan: PdPlan, facts: dict[str, Any]) -> PdSetting:
         raise BenchError("no arm of kvredis' own to compare nixl with")
     if set(arms) & set(GPU_ARMS) and not memory:
         raise BenchError("there is no GPU whose memory kvredis could have (arm gpu)")
+    if memory and plan.ranks > int(facts.get("devices", 0)):
+        raise BenchError(f"{plan.ranks} tensor-parallel ranks need as many GPUs: there are {facts.get('devices', 0)}")
+    if plan.ranks > 1 and set(arms) & set(PEERS):
+        raise BenchError("the arms nixl and nixl+cross are measured with one rank alone")
     decoders = {decoder_of(arm) for arm in arms}
-    setting = PdSetting(shape, chunk, arms, len(arms) + len(decoders), plan.repeats, False, facts, tokens)
-    each = engine_bytes(shape, tokens + ANSWER_TOKENS)
-    engines = setting.together if setting.gpus == 1 else max(len(arms), len(decoders))
+    setting = PdSetting(shape, chunk, arms, len(arms) + len(decoders), plan.repeats, False, facts, tokens, plan.ranks)
+    each = engine_bytes(shape, tokens + ANSWER_TOKENS, plan.ranks)
+    engines = setting.together if not setting.are_apart else max(len(arms), len(decoders))
     if memory and engines * each > memory * _SHARE_USED:
         raise BenchError(f"{engines} engines of shape {shape.name} take {engines * each / 1e9:.0f} GB of one GPU")
     return setting
@@ -208,7 +221,7 @@ def opening_of(setting: PdSetting, arm: str, where: Where, port: int, folder: Pa
     """How an arm's engine, or one that decodes, is made. They have the same model: its folder is in the keys."""
     longest = setting.tokens + ANSWER_TOKENS + 48
     is_decoder, arm = arm.endswith(_DECODE), arm.removesuffix(f"-{_DECODE}")
-    words = arm if arm in PEERS else f"{LANE}+{LAYERS}" if arm == LAYERS else LANE
+    words = arm if arm in PEERS else f"{LANE}+{LAYERS}" if LAYERS in arm.split("+") else LANE
     room = room_bytes(setting.shape, longest)
     connector = connector_of(words, setting.chunk_tokens, room, port, is_gpu=setting.is_gpu)
     assert connector is not None
@@ -219,11 +232,13 @@ def opening_of(setting: PdSetting, arm: str, where: Where, port: int, folder: Pa
     options: dict[str, Any] = {"dtype": DTYPES[setting.shape.dtype_bytes], "max_model_len": longest}
     options["max_num_batched_tokens"] = chunked if CHUNKED in arm else max(longest, CHUNKED_TOKENS)
     if setting.is_gpu:
-        share = engine_bytes(setting.shape, longest) / int(setting.facts["memory_bytes"])
+        share = engine_bytes(setting.shape, longest, setting.ranks) / int(setting.facts["memory_bytes"])
         options |= {"gpu_memory_utilization": round(share, 3), "max_num_seqs": 16, "attention_backend": where.backend}
         options |= launching(words, DECODING)
     else:
         options |= {"block_size": _CPU_BLOCK, "max_num_seqs": 16, "enforce_eager": True}
+    if setting.ranks > 1:
+        options["tensor_parallel_size"] = setting.ranks
     return Opening(
         model=str(folder / "model"),
         config=model_config(setting.shape, longest),
@@ -237,9 +252,10 @@ def gpu_of(setting: PdSetting, name: str) -> str | None:
     """CUDA_VISIBLE_DEVICES of an engine, its own GPU first; a reader of another engine's GPU must see that one, too."""
     if not setting.gpus:
         return None
-    mine = int(setting.gpus > 1 and name.endswith(_DECODE))
-    is_peer = setting.gpus > 1 and name.split("-")[0] in PEERS
-    return f"{mine},{1 - mine}" if is_peer else str(mine)
+    mine = int(setting.are_apart and name.endswith(_DECODE))
+    if setting.are_apart and name.split("-")[0] in PEERS:
+        return f"{mine},{1 - mine}"
+    return ",".join(str(mine * setting.ranks + rank) for rank in range(setting.ranks))
 
 
 def variables_of(name: str) -> dict[str, str]:
@@ -374,7 +390,7 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
         setting = setting_of(plan, computing)
         notes += _notes(setting)
         room = room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
-        gpu = f"{room >> 20}MiB,{int(setting.gpus > 1)}"
+        gpu = f"{room >> 20}MiB,{setting.ranks if setting.are_apart else 0}"
         flags = ("--gpu-memory", gpu) if set(setting.arms) & set(GPU_ARMS) else ()
         servers = stack.enter_context(servers_for((LANE,), room, *flags))
         facts = machine_facts()
@@ -406,7 +422,11 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
         schema=SCHEMA,
         machine=facts,
         options=setting.options(
-            prompt_tokens=setting.tokens, gpus=setting.gpus, decoding=DECODING, nixl=setting.facts.get("nixl")
+            prompt_tokens=setting.tokens,
+            gpus=setting.gpus,
+            tensor_parallel=setting.ranks,
+            decoding=DECODING,
+            nixl=setting.facts.get("nixl"),
         ),
         notes=notes + pair.notes,
         rows=[row for row in pair.rows.values() if row["samples"]],
@@ -425,8 +445,8 @@ def _notes(setting: PdSetting) -> Iterator[str]:
         yield "There is no GPU: a tiny model computes on the CPU, and its figures say nothing of others."
         return
     yield "Weights are vLLM's dummy ones: what is generated depends little on the KV."
-    if setting.gpus == 1:
-        yield "There is one GPU: the engines share it."
+    if not setting.are_apart:
+        yield f"The engines share {'one GPU' if setting.ranks == 1 else f'{setting.ranks} GPUs'}."
 
 
 def conclude(result: PdResult) -> None:
@@ -452,7 +472,8 @@ def gate_of(result: PdResult) -> list[GateLine]:
         name = f"{row['arm']}, asked {row['way']}"
         judged.append(gate_line(f"tokens equal   {name}", "= 1", row["equal"]))
         judged.append(gate_line(f"hits           {name}", "= 1", row["hit_share"]))
-    if options["gpus"] < 2 or options["shape"] != "8b" or options["prompt_tokens"] < JUDGED_TOKENS:
+    is_pair = options["gpus"] > 1 and options["tensor_parallel"] == 1
+    if not is_pair or options["shape"] != "8b" or options["prompt_tokens"] < JUDGED_TOKENS:
         return judged
     for row in result["rows"]:
         name = f"{row['arm']}, asked {row['way']}"
@@ -481,8 +502,9 @@ def table_lines(result: PdResult) -> Iterator[str]:
     options = result["options"]
     yield from machine_lines(result["machine"])
     nixl = f", NIXL {options['nixl']}" if options.get("nixl") else ""
+    ranks = f", {options['tensor_parallel']} tensor-parallel ranks" if options["tensor_parallel"] > 1 else ""
     yield (
-        f"vLLM {options['vllm']}{nixl}, {options['gpus'] or 'no'} x {options['device']}; {options['shape']}:"
+        f"vLLM {options['vllm']}{nixl}{ranks}, {options['gpus'] or 'no'} x {options['device']}; {options['shape']}:"
         f" {options['bytes_per_token']} bytes a token, chunks of {options['chunk_tokens']}; prompts of"
         f" {options['prompt_tokens']} tokens, {options['repeats']} repeats"
     )

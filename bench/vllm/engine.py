@@ -113,9 +113,9 @@ def weight_bytes(shape: ModelShape) -> int:
     return 2 * (shape.layers * (attention + 3 * hidden * intermediate) + 2 * vocabulary * hidden)
 
 
-def engine_bytes(shape: ModelShape, tokens: int) -> int:
-    """What an engine takes of a GPU's memory: weights, KV of three of the longest prompts, and what else there is."""
-    return weight_bytes(shape) + 3 * shape.block_bytes(tokens) + _BESIDE_BYTES
+def engine_bytes(shape: ModelShape, tokens: int, ranks: int = 1) -> int:
+    """What an engine takes of each of its GPUs: weights, KV of three of the longest prompts, and what else there is."""
+    return (weight_bytes(shape) + 3 * shape.block_bytes(tokens)) // ranks + _BESIDE_BYTES
 
 
 def room_bytes(shape: ModelShape, tokens: int) -> int:

@@ -33,6 +33,7 @@ Example: kvredis bench pd --arms chunked --prompt-tokens 8192 --limit-s 200""",
 @click.option("--prompt-tokens", type=click.IntRange(2, 1 << 20), help="Default 15400; without a GPU 1000.")
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256, CPU: 64.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Prompts of each arm and way; default 5.")
+@click.option("--tensor-parallel", "ranks", type=click.IntRange(1, 8), help="Ranks of each engine; default 1.")
 @click.option("--limit-s", type=Number(1), help="Begin nothing more after so many seconds, and tell the result.")
 @click.option("--python", type=click.Path(exists=True, dir_okay=False), help="The interpreter that has vLLM.")
 @click.option("--site", type=click.Path(exists=True, file_okay=False), help="A folder of packages that has vLLM.")
@@ -54,7 +55,8 @@ def pd(
 
     The engines that prefill have the first GPU, the one that decodes the second. The first token is timed from when the
     prefill engine is asked, and from when that has its own; beside it the decode engine computes the same prompts
-    alone. Then the longest gap between two tokens of eight requests that decode while a long prompt comes.
+    alone. Then the longest gap between two tokens of eight requests that decode while a long prompt comes. With
+    --tensor-parallel each engine has as many GPUs; where there are too few, both share the first ones.
 
     The arms nixl and nixl+cross are vLLM's own NixlConnector, with two engines and without kvredis: to compare with.
     """

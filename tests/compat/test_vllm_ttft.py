@@ -82,11 +82,12 @@ def test_real_engines_serve_many_prompts_at_once_and_find_what_is_stored_of_them
     assert ours["cold"]["loaded_gb"] == ours["step"]["loaded_gb"] == 0
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_what_one_real_engine_computes_another_decodes_with_the_same_tokens_whenever_it_is_asked(
-    tmp_path: Path,
+    tmp_path: Path, ranks: str
 ) -> None:
     path = tmp_path / "result.json"
-    options = ("--arms", "chunked,layers", "--prompt-tokens", "640", "--quick")
+    options = ("--arms", "chunked,layers", "--prompt-tokens", "640", "--tensor-parallel", ranks, "--quick")
     done = CliRunner().invoke(bench, ("pd", "--site", str(site()), *options, "--json", str(path), "--gate"))
     assert done.exit_code == 0, done.output
     result: PdResult = json.loads(path.read_text())

@@ -94,6 +94,24 @@ def test_each_arm_has_an_engine_on_the_first_gpu_and_one_on_the_second_decodes(t
     assert "Nothing was written to GPU memory" in result["notes"][-1], "there is none here"
 
 
+@pytest.mark.parametrize(("devices", "decodes"), [(4, "2,3"), (2, "0,1")])
+def test_engines_of_several_ranks_have_as_many_gpus_of_their_own_where_there_are_enough(
+    tmp_path: Path, devices: int, decodes: str
+) -> None:
+    where, told = fake(tmp_path, H200 | {"devices": devices})
+    result = run(replace(SMALL, arms=("whole", "gpu"), ranks=2), where, lambda step: None)
+    openings = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [gpus for _, gpus, *_ in openings] == ["0,1", "0,1", decodes]
+    assert {opening["options"]["tensor_parallel_size"] for opening, *_ in openings} == {2}
+    assert ("The engines share 2 GPUs." in result["notes"]) is (devices == 2)
+    result["options"] |= {"shape": "8b", "prompt_tokens": 15_400}
+    assert not [line for line in gate_of(result) if line["name"].startswith("handover")], "the bars are of one GPU each"
+    with pytest.raises(BenchError, match="need as many GPUs"):
+        setting_of(replace(SMALL, ranks=8), H200)
+    with pytest.raises(BenchError, match="one rank alone"):
+        setting_of(replace(SMALL, arms=("whole", "nixl"), ranks=2), H200)
+
+
 def test_gpu_memory_has_a_bar_of_its_own_and_needs_a_gpu(tmp_path: Path) -> None:
     where, _ = fake(tmp_path, H200)
     result = run(replace(SMALL, arms=("gpu+chunked",)), where, lambda step: None)
