@@ -98,8 +98,8 @@ well. On an H200 134 MB take 4 ms; a load that ends between two waits is heard o
 there."""
 HEAD_START_S = 0.003
 """So long at most an engine with nothing to compute lets a load ask for its copies before it compares weights: for both
-at once the interpreter is too narrow. On an H200 four chunks of 32 MiB were asked for within 2.7 ms, and came 1.4 ms
-sooner than beside the comparison."""
+at once the interpreter is too narrow. On an H200 four chunks of 32 MiB were asked for within 2.7 ms, and had come after
+3.9; beside the comparison it was 5.4 (traced, vLLM)."""
 IDLE_STORE_WAIT_S = 0.002
 """As well while stores read pages that are held. No request waits for these: one that comes is to wait less."""
 
@@ -193,18 +193,18 @@ class PagedWorker:
             if taken:
                 self._give_pages(name, taken)
 
-    def _compare(self, step: Step) -> Check | None:
+    def _compare(self, step: Step, *, gives_way: bool = False) -> Check | None:
         """Whether the weights are those of the step's keys; None where that is not asked. Once a step."""
         if self._compared_in is not step:
-            self._compared_in, self._check = step, self._compared(step)
+            self._compared_in, self._check = step, self._compared(step, gives_way=gives_way)
         return self._check
 
-    def _compared(self, step: Step) -> Check | None:
+    def _compared(self, step: Step, *, gives_way: bool) -> Check | None:
         if self.weights is None or not step.weights:
             return None
         try:
             digest = step.weights[self._rank]
-            return self.weights.begin(step.number, digest, is_full=step.check_weights)
+            return self.weights.begin(step.number, digest, is_full=step.check_weights, gives_way=gives_way)
         except Exception as error:
             logger.warning("The model's weights cannot be compared: nothing is loaded or stored: %s", error)
             self.mover.counters.add(errors=1)
@@ -242,11 +242,13 @@ class PagedWorker:
             job = replace(job, moves=self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
-        if step.moves.loads and step.is_idle and not self._has_told:
-            self.mover.wait_sent(HEAD_START_S)
-        if step.moves.loads and (check := self._compare(step)) is not None:
-            self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
-        if step.is_idle and self._waited_for and not self._has_told:
+        has_time = step.is_idle and not self._has_told
+        if step.moves.loads:
+            is_sent = has_time and self.mover.wait_sent(HEAD_START_S)
+            check = self._compare(step, gives_way=step.is_idle and not is_sent)
+            if check is not None:
+                self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
+        if has_time and self._waited_for:
             self.mover.wait_loaded(IDLE_WAIT_S)
         elif step.is_idle and self._reading:
             self.mover.wait_over(self._reading.values(), IDLE_STORE_WAIT_S)
