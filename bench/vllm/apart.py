@@ -114,7 +114,10 @@ _FOR_ANOTHER: Final = {"do_remote_decode": True, "do_remote_prefill": False} | d
 """kv_transfer_params of a prompt whose KV another engine will read, as vLLM's toy_proxy_server sends them."""
 _PEER_ANSWER_S: Final = 60.0
 _OLD_RUNNER: Final = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the newer one of vLLM 0.26 has no such layout
-_BESIDE_S: Final = 0.02  # behind the prefill engine's request, which has told what it computes by then
+_COMING: Final = {"do_remote_prefill": True, "do_remote_decode": False}
+"""kv_transfer_params of a prompt that another engine computes meanwhile, as `kvredis proxy --at-once` sends them ..."""
+_BESIDE_S: Final = 0.02
+"""... and so much later than the prefill engine's request."""
 _SHARE_USED: Final = 0.94
 
 
@@ -344,7 +347,7 @@ class Pair:
         else:
             prefill.begin_first(seed, tokens, 1)
             time.sleep(_BESIDE_S)
-            loaded = decode.first(seed, tokens, ANSWER_TOKENS)
+            loaded = decode.first(seed, tokens, ANSWER_TOKENS, dict(_COMING))
             made = prefill.first_answer()
         for engine in (prefill, decode):
             engine.reset()
