@@ -19,11 +19,10 @@ from transformers import CONFIG_MAPPING
 from kvredis.bench.core.shapes import shape_of
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
-from tests.compat.vllm_process import VLLMProcess, site
+from tests.compat.vllm_process import PATIENT, VLLMProcess, site
 from tests.gate import nightly
 
 MODELS = ("qwen3-next", "qwen3.5", "lfm2")
-PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60"}
 PASSES_A_STATE = 10
 """Storing the states of a boundary takes so many passes where it is to be slow: five would do on a steady machine."""
 FIRST, SECOND = ([3 + (at * 7919 + seed * 104729) % 1000 for at in range(500)] for seed in range(2))

@@ -12,15 +12,12 @@ import redis
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
 from tests.compat.test_vllm_real import MODELS, far, prompt
-from tests.compat.vllm_process import VLLMProcess, site
+from tests.compat.vllm_process import PATIENT, VLLMProcess, site
 
 pytestmark = pytest.mark.nightly
 
 CHUNKS = 15
 """Of a whole prompt, whose first 320 tokens are five."""
-PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60", "LMCACHE_EXTRA_CONFIG": '{"connection_timeout": 60}'}
-"""Ranks that wait for each other yield their processors in a loop, beside which, on Linux 6.18, all others on two busy
-cores may not run for 5 s and more: a server is not gone then."""
 
 
 @pytest.fixture(scope="module")

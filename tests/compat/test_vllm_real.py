@@ -24,7 +24,7 @@ from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.tensors import view_tensor
 from kvredis.bench.core.errors import BenchError
 from tests.compat.conftest import RunningServer, start_kvredis, stop
-from tests.compat.vllm_process import CONNECTOR, VLLMProcess, site
+from tests.compat.vllm_process import CONNECTOR, PATIENT, VLLMProcess, site
 from tests.gate import nightly
 from tests.proxy import Proxy
 
@@ -36,9 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """And how each is opened. MLA computes a prompt that is partly there in another order, which rounding would show; where
 a processor has AMX vLLM 0.32 would take a backend for it that knows bfloat16 alone."""
-"""Whether a model with windows has several groups beside our connector, which needs to report their failed loads."""
 LOCAL = {"LMCACHE_CHUNK_SIZE": str(CHUNK), "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"}
-PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60", "LMCACHE_EXTRA_CONFIG": '{"connection_timeout": 60}'}
 WAIT_S = 60
 
 

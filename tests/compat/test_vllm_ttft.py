@@ -14,7 +14,7 @@ from kvredis.bench.vllm.run import SCHEMA, VLLMResult
 from kvredis.cli.bench.command import bench
 from tests.compat import lmcache_process
 from tests.compat.side_packages import packages
-from tests.compat.vllm_process import HERE, site
+from tests.compat.vllm_process import HERE, PATIENT, site
 
 pytestmark = pytest.mark.nightly
 
@@ -82,16 +82,18 @@ def test_real_engines_serve_many_prompts_at_once_and_find_what_is_stored_of_them
     assert ours["cold"]["loaded_gb"] == ours["step"]["loaded_gb"] == 0
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(("arms", "ranks"), [(("chunked", "layers"), "1"), (("layers",), "2")])
 def test_what_one_real_engine_computes_another_decodes_with_the_same_tokens_whenever_it_is_asked(
-    tmp_path: Path, ranks: str
+    arms: tuple[str, ...], ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in PATIENT.items():
+        monkeypatch.setenv(name, value)
     path = tmp_path / "result.json"
-    options = ("--arms", "chunked,layers", "--prompt-tokens", "640", "--tensor-parallel", ranks, "--quick")
+    options = ("--arms", ",".join(arms), "--prompt-tokens", "640", "--tensor-parallel", ranks, "--quick")
     done = CliRunner().invoke(bench, ("pd", "--site", str(site()), *options, "--json", str(path), "--gate"))
     assert done.exit_code == 0, done.output
     result: PdResult = json.loads(path.read_text())
-    assert {(row["arm"], row["way"]) for row in result["rows"]} == {(a, w) for a in ("chunked", "layers") for w in WAYS}
+    assert {(row["arm"], row["way"]) for row in result["rows"]} == {(arm, way) for arm in arms for way in WAYS}
     assert all(row["hit_share"] == row["equal"] == 1 for row in result["rows"])
     assert {row["what"]: row["hit_share"] for row in result["stalls"]} == {"computed": 0, "loaded": 1, "none": 0}
 

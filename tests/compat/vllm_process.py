@@ -29,6 +29,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # models are tiny, and threads of two engines side by side would spin for each other
 }
+PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60", "LMCACHE_EXTRA_CONFIG": '{"connection_timeout": 60}'}
+"""Ranks that wait for each other yield their processors in a loop, beside which, on Linux 6.18, all others on two busy
+cores may not run for 10 s and more: a server is not gone then."""
 
 
 def site() -> Path:
