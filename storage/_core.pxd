@@ -1,6 +1,7 @@
 """What storage/_core.pyx lends to the server's hot path, which is compiled too: fields and steps without a frame."""
 
 from cpython.long cimport PyLong_AsSsize_t
+from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_Check, PyTuple_GET_ITEM, PyTuple_GET_SIZE
 
 cdef extern from "semaphore.h" nogil:
@@ -57,20 +58,23 @@ cdef class Holes:
     cdef int give(self, object extent) except -1
 
 
+cdef struct Place:
+    PyObject *order  # which has it; NULL where none does
+    PyObject *older
+    PyObject *newer  # entries beside it there
+
+
 cdef class Entry:
-    cdef public bytes key
-    cdef public object database
-    cdef public Py_ssize_t length
-    cdef public object extent
+    # What a use of a small value looks at comes first: where there are many entries each line of the cache is a miss.
+    cdef Place places[2]  # in the order of the tier in memory, and in that of the tier on a GPU
     cdef public object value
-    cdef public object record
-    cdef public long long expire_at_ms
-    cdef public long long hits
-    cdef public Py_ssize_t leases
-    cdef public double created_s, accessed_s
-    cdef public object encoding
-    cdef public long long tokens
-    cdef public long long affirmed_turn
+    cdef public long long expire_at_ms, hits
+    cdef public double accessed_s, created_s
+    cdef public Py_ssize_t length, leases
+    cdef public object record, encoding
+    cdef public bytes key
+    cdef public object database, extent
+    cdef public long long tokens, affirmed_turn
     cdef Py_ssize_t cost(self) except -1
 
 
@@ -98,9 +102,18 @@ cdef class LeaseRun:
 
 
 cdef class OneOrder:
-    cdef public object _order, touch, renew
-    cdef public bint coldest_first
+    cdef PyObject *oldest
+    cdef PyObject *newest
+    cdef Py_ssize_t count
+    cdef unsigned long long changes
+    cdef public bint moves_when_used, moves_when_renewed, coldest_first
     cdef bint is_plain
+    cdef Place *place(self, PyObject *entry) noexcept
+    cdef void link(self, Place *place, PyObject *entry) noexcept
+    cdef void unlink(self, Place *place) noexcept
+    cdef int enter(self, Entry entry) except -1
+    cdef int leave(self, Entry entry) except -1
+    cdef int use(self, Entry entry, bint moves) except -1
 
 
 cdef class Index:

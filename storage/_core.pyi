@@ -1,6 +1,5 @@
 """What storage/_core.pyx is to Python, and what each part promises."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import ClassVar, Final, Protocol
@@ -302,19 +301,21 @@ class LeaseRun:
         """For the store alone, under its lock: end them without their holder; of what there was one until now."""
 
 class OneOrder:
-    """What the policies of one order share (eviction/base.py)."""
+    """What the policies of one order share (eviction/base.py): a list through the entries, with what arrived last at
+    its end. An entry is in two such orders at most (RuntimeError), those of two tiers. An iterator raises RuntimeError
+    when the order changes meanwhile."""
 
-    _order: OrderedDict[Entry, None]
-    touch: Callable[[Entry], None]
-    """As Policy; without a frame of its own."""
-    renew: Callable[[Entry], None] | None
-    """As `touch`, of an entry that is written over where it is; None where that is the same."""
+    moves_when_used: bool
+    """Whether an entry that is used goes to the end ..."""
+    moves_when_renewed: bool
+    """... and one that is written over where it is."""
     coldest_first: bool
     """Whether what is first in it and has no lease is what leaves next."""
 
     def __init__(self) -> None: ...
     def admit(self, entry: Entry) -> None: ...
     def restore(self, entry: Entry, uses: int) -> None: ...
+    def touch(self, entry: Entry, /) -> None: ...
     def end_changed(self, entry: Entry) -> None: ...
     def forget(self, entry: Entry) -> None: ...
     def others(self) -> Iterator[Entry]: ...
@@ -322,6 +323,8 @@ class OneOrder:
     def uses(self, entry: Entry) -> int | None: ...
     def __len__(self) -> int: ...
     def __contains__(self, entry: object) -> bool: ...
+    def __iter__(self) -> Iterator[Entry]: ...
+    def __reversed__(self) -> Iterator[Entry]: ...
 
 class Index:
     """The keys of SPACES databases (index.py)."""

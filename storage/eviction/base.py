@@ -14,7 +14,7 @@ table; tests/storage/eviction/policy_models.py wants a short model of its order.
 
 import heapq
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
@@ -98,16 +98,15 @@ class Policy(Protocol):
 
 
 class _OneOrder(OneOrder):
-    """What the policies of one order share: an ordered dict with what arrived last at its end. What it says of entries
-    that arrive and leave is in _core.pyx; uses are not counted, an end changes nothing, every entry may leave, and each
-    is worth a write."""
+    """What the policies of one order share: a list with what arrived last at its end. What it says of entries that
+    arrive, are used and leave is in _core.pyx; uses are not counted, an end changes nothing, every entry may leave, and
+    each is worth a write."""
 
-    _order: OrderedDict[Entry, None]
     selective = False
 
     def victims(self) -> Iterator[Entry]:
         """As Policy: from the front."""
-        return _unleased(self._order, iter)
+        return _unleased(self, iter)
 
     def warmth(self, entry: Entry) -> float:
         """As Policy: the time of the last use."""
@@ -121,8 +120,7 @@ class LRU(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch = self._order.move_to_end
-        self.coldest_first = True
+        self.moves_when_used = self.moves_when_renewed = self.coldest_first = True
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         deque(map(self.touch, reversed(entries)), maxlen=0)
@@ -135,7 +133,7 @@ class MRU(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch = self._order.move_to_end
+        self.moves_when_used = self.moves_when_renewed = True
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy: what was used last leaves first, so here the tail goes last."""
@@ -143,7 +141,7 @@ class MRU(_OneOrder):
 
     def victims(self) -> Iterator[Entry]:
         """As Policy: from the end."""
-        return _unleased(self._order, reversed)
+        return _unleased(self, reversed)
 
     def warmth(self, entry: Entry) -> float:
         """As Policy: what was used last leaves first."""
@@ -158,9 +156,7 @@ class FIFO(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch = self._order.__getitem__  # the KeyError, and nothing else
-        self.renew = self._order.move_to_end
-        self.coldest_first = True
+        self.moves_when_renewed = self.coldest_first = True
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy, but for the order: that of arrival stays."""
@@ -178,7 +174,6 @@ class Random(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch = self._order.__getitem__
         self._list: list[Entry] = []  # the same entries in no order: what a draw is made from
         self._places: dict[Entry, int] = {}
 
@@ -227,7 +222,6 @@ class TTL(_OneOrder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.touch = self._order.__getitem__
         self._heap: list[tuple[float, int, Entry]] = []
         self._tickets: dict[Entry, int] = {}
         """Which element of the heap is an entry's own: one with another ticket is void."""
@@ -378,9 +372,7 @@ class VolatileTTL(_Volatile):
     base = TTL
 
 
-def _unleased(
-    order: OrderedDict[Entry, None], walk: Callable[[OrderedDict[Entry, None]], Iterator[Entry]]
-) -> Iterator[Entry]:
+def _unleased(order: OneOrder, walk: Callable[[OneOrder], Iterator[Entry]]) -> Iterator[Entry]:
     """Those of `order` without a lease, as `walk` comes upon them."""
     walked = []
     try:

@@ -1,6 +1,9 @@
 """The order in which blocks would leave under each policy that a configuration can name."""
 
+import gc
+import operator
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
@@ -173,6 +176,47 @@ def test_entries_of_one_key_are_told_apart(name: str) -> None:
     policy, (old, new) = admitted("kk", name)
     policy.forget(old)
     assert list(policy.victims()) == [new]
+
+
+@every_policy
+def test_an_entry_has_its_place_in_the_orders_of_two_tiers_and_leaves_each_by_itself(name: str) -> None:
+    memory, members = admitted("abcd", name)
+    gpu = make_policy(name)
+    for entry in reversed(members):
+        gpu.admit(entry)
+    orders = order(memory), order(gpu)
+    memory.forget(members[1])
+    gpu.forget(members[2])
+    assert (order(memory), order(gpu)) == (orders[0].replace("b", ""), orders[1].replace("c", ""))
+    assert members[1] in gpu
+    with pytest.raises(KeyError):
+        memory.touch(members[1])
+    memory.admit(members[1])
+    gpu.admit(members[2])
+    assert sorted(order(memory)) == sorted(order(gpu)) == list("abcd")
+
+
+def test_an_entry_in_two_orders_is_refused_by_a_third_and_stays_where_it_is() -> None:
+    first, members = admitted("ab")
+    second, third = make_policy("LRU"), make_policy("FIFO")
+    second.admit(members[0])
+    with pytest.raises(RuntimeError, match="two orders"):
+        third.admit(members[0])
+    assert (order(first), order(second), order(third)) == ("ab", "a", "")
+
+
+@every_policy
+def test_an_order_that_is_given_up_lets_go_of_its_entries(name: str) -> None:
+    policy, members = admitted("abc", name)
+    held = list(map(sys.getrefcount, members))
+    policy.forget(members[0])
+    del policy
+    gc.collect()
+    assert all(map(operator.lt, map(sys.getrefcount, members), held))
+    again = make_policy(name)
+    for entry in members:
+        again.admit(entry)
+    assert len(again) == 3
 
 
 @every_policy
