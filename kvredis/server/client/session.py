@@ -18,6 +18,9 @@ each write of five. A client with blocks lent to it, or with UNSENT_BYTES_MAX ga
 further command and reads nothing, which bounds what a slow reader can hold. Only messages that others send to it
 (pub/sub, invalidations, MONITOR) gather then, up to client-output-buffer-limit.
 
+What plain commands answer goes to the socket itself where the transport holds nothing back, and what has come of a
+value is received from there (protocol/_hot.pyx): the transport is given what the socket does not take.
+
 On unix sockets a large reply may go around the transport (net/zerocopy.py), whose buffer is empty then; a rest that the
 socket does not take pauses the session in the same way, and its leases outlast even the socket's taking. On all but TLS
 a thread may send it (net/io_threads.py) while another client is behind with its own; that pauses the session as well. A
@@ -32,6 +35,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -45,7 +49,7 @@ from kvredis.server.context import Context
 from kvredis.server.metrics.stats import NO_LIMIT
 from kvredis.server.net.io_threads import REST_BYTES_MIN, Receiving, Sending
 from kvredis.server.net.listeners import address_of, unix_name
-from kvredis.server.net.rcvlowat import LowWater
+from kvredis.server.net.rcvlowat import LONG_BYTES, LowWater
 from kvredis.server.net.zerocopy import Splicer, peer_pid
 from kvredis.server.protocol import _hot
 from kvredis.server.protocol._hot import HotSession
@@ -115,7 +119,7 @@ class Session(HotSession, asyncio.BufferedProtocol):
 
     def __init__(self, server: Context) -> None:
         parser = Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches)
-        self._take_part(server, parser, REST_BYTES_MIN)
+        self._take_part(server, parser)
         self.id: int = server.next_session_id()
         self.user: User = server.acl.default
         self.authenticated = self.user.needs_no_password
@@ -834,6 +838,10 @@ class Session(HotSession, asyncio.BufferedProtocol):
         self.kind = "tls" if encrypted else "unix" if is_unix else "tcp"
         self.is_local_stream = self._lends and is_unix
         self.splices = self.server.splicing.wanted_by(self)
+        if self._lends:
+            self._fd = self.fd
+        self._threaded_bytes_min = sys.maxsize if encrypted or self.server.io_pool.threads == 1 else REST_BYTES_MIN
+        self._marked_bytes_min = LONG_BYTES if self.kind == "tcp" else sys.maxsize
 
     def _resume_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -865,4 +873,4 @@ class Session(HotSession, asyncio.BufferedProtocol):
         self._push_bytes = 0
         self._stream = None
         self._paused = True
-        self._transport = None
+        self._transport, self._fd = None, -1

@@ -134,6 +134,13 @@ class HotSession:
     _lent: list[Lease]
     _pushes: list[bytes]
     _reply_bytes: int
+    _fd: int
+    """The socket, of a connection whose transport keeps nothing of its own of what comes; else -1. Values are received
+    and replies sent by it without the transport, which has what a socket does not take, and the end of a connection."""
+    _threaded_bytes_min: int
+    """A thread may receive what is missing of a value, if that is so much (net/io_threads.py)."""
+    _marked_bytes_min: int
+    """The socket may have a mark for a value of this length or more (net/rcvlowat.py)."""
     nil: bytes
     unsaved_since: int
     """Number of the store's write from which on this client may have written what is not known to be on disk; 0: it has
@@ -144,9 +151,8 @@ class HotSession:
     last_command_s: float
 
     def __init__(self, server: Context) -> None: ...
-    def _take_part(self, server: Context, parser: Reader, rest_bytes_min: int) -> None:
-        """Note what the hot path looks at, once it is made. Of values from `rest_bytes_min` on a thread may receive
-        some (net/io_threads.py)."""
+    def _take_part(self, server: Context, parser: Reader) -> None:
+        """Note what the hot path looks at, once it is made."""
 
     def _send_held_back(self) -> None:
         """Send what was held back, if it has not left since."""

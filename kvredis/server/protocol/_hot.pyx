@@ -34,6 +34,21 @@ from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import REFUSED
 from kvredis.storage._core import GRAIN_BYTES, INLINE_BYTES_MAX, SLACK_BYTES
 
+cdef extern from "<sys/uio.h>" nogil:
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+
+cdef extern from "<sys/socket.h>" nogil:
+    enum:
+        MSG_DONTWAIT
+        MSG_NOSIGNAL
+    struct msghdr:
+        iovec *msg_iov
+        size_t msg_iovlen
+    Py_ssize_t recv(int, void *, size_t, int)
+    Py_ssize_t sendmsg(int, const msghdr *, int)
+
 cdef extern from "Python.h":
     Py_buffer *PyMemoryView_GET_BUFFER(object)
     Py_ssize_t PyObject_LengthHint(object, Py_ssize_t) except -1
@@ -50,6 +65,7 @@ cdef enum:
     ARGUMENT_COST = 64
     OUT_BYTES = 64 * 1024
     REPLY_HIGH = 1024 * 1024
+    PARTS_MAX = 64  # of what is sent at once
     LENT_MAX = 512 * 1024  # of longer ones a thread may send some (net/io_threads.py)
     SHARE_OF_ARENA = 4
     SLACK = 2
@@ -61,6 +77,7 @@ cdef enum:
     CLEAR_BYTES = 1024
     TURN_RECEIVES = 32  # what libuv receives of one client at most before it looks at the others
     TURN_WIDE = 12  # and how many of these may fill the wide scratch
+    TURN_BODIES = 3  # and what is received here of values, between two receives of the loop
 
 # Bounds that others have too: those that import this file have them from here, and of those that it imports it has its
 # own, as numbers that the compiler knows.
@@ -498,7 +515,9 @@ cdef class HotSession:
     cdef public object waiting, _stream, _transport, _loop, _commands, _checks, _waiting_for_room
     cdef public list _replies, _lent, _pushes
     cdef public Py_ssize_t _reply_bytes
-    cdef Py_ssize_t _rest_bytes_min
+    cdef public Py_ssize_t _marked_bytes_min, _threaded_bytes_min
+    cdef public int _fd
+    cdef int _receives_left
     cdef public bytes nil
     cdef public long long unsaved_since, _writes_before
     cdef public str last_command
@@ -510,11 +529,11 @@ cdef class HotSession:
         self._replies, self._lent, self._pushes = [], [], []
         self.last_command = "NULL"
         self.nil = b"$-1\r\n"
+        self._fd = -1
 
-    def _take_part(self, server, Reader parser, Py_ssize_t rest_bytes_min):
-        """Note what the hot path looks at, once it is made. Of values from `rest_bytes_min` on a thread may receive
-        some (net/io_threads.py)."""
-        self.server, self.store, self._parser, self._rest_bytes_min = server, server.store, parser, rest_bytes_min
+    def _take_part(self, server, Reader parser):
+        """Note what the hot path looks at, once it is made."""
+        self.server, self.store, self._parser = server, server.store, parser
         self._stats, self._admission = server.stats, server.admission
         self._checks = None if server.cluster is None else server.cluster.checks
         self._waiting_for_room, self._called, self._signs, self._receiving = server.admission.tables()
@@ -534,6 +553,7 @@ cdef class HotSession:
             self.leave_wide()
             return
         busy = True
+        self._receives_left = TURN_BODIES
         try:
             found = self.run_plain(nbytes)
             if found == STRANGE or self.has_more_to_say():
@@ -575,14 +595,16 @@ cdef class HotSession:
 
     cdef int leave_wide(self) except -1:
         """Give the wide scratch back for the next client."""
-        if self._parser._scratches.wide_holder is self._parser:
-            self._parser._leave_wide()
+        cdef Reader reader = self._parser
+        if PyByteArray_GET_SIZE(reader._scratch) > SCRATCH_BYTES and reader._scratches.wide_holder is reader:
+            reader._leave_wide()
         return 0
 
     cdef bint has_long_body(self) noexcept:
-        """Whether a value comes in of which a thread might receive the rest."""
+        """Whether a value comes in which the session is to look after: a thread might receive the rest, or the socket
+        have a mark for it."""
         cdef Reader reader = self._parser
-        return reader._body is not None and reader._length >= self._rest_bytes_min
+        return reader._body is not None and reader._length >= min(self._marked_bytes_min, self._threaded_bytes_min)
 
     cdef bint is_plain(self) except -1:
         """Whether what has come is for this reader."""
@@ -624,9 +646,8 @@ cdef class HotSession:
         self._writes_before = self.store.writes
         if reader._body is not None:
             reader._filled += nbytes
-            if reader._filled < reader._length + SLACK:
+            if self.receive_body() == MORE:
                 return MORE
-            self.close_body()
         else:
             reader._end += nbytes
             if nbytes:
@@ -680,7 +701,8 @@ cdef class HotSession:
         """Enter a run of calls into the statistics; returns the time now."""
         cdef long long now_ns = clock_ns()
         cdef str name = NAMES[<int> kind]
-        cdef CallTimes record = self._stats.commands.get(name)
+        cdef dict commands = self._stats.commands
+        cdef CallTimes record = commands.get(name)
         if record is None:
             record = self._stats.command(name)
         record.enter(calls, now_ns - began_ns)
@@ -811,7 +833,35 @@ cdef class HotSession:
         reader._filled = here
         if self not in self._receiving:
             self._admission.begin_receiving(self)
-        return MORE
+        return self.receive_body()
+
+    cdef Found receive_body(self) except *:
+        """Receive what has come of the value, unless a thread does. The loop would take a turn for each piece, which at
+        64 KiB costs as much as the kernel's copy."""
+        cdef Reader reader = self._parser
+        cdef Py_ssize_t got, wanted = reader._length + SLACK
+        cdef Py_ssize_t room
+        cdef char *there
+        cdef Py_ssize_t missing = wanted - reader._filled
+        if missing >= self._threaded_bytes_min and self._receive_elsewhere(missing):
+            return MORE
+        if out_bytes:  # of another loop's session none may be said while the interpreter's lock is not ours
+            self.settle()
+        while reader._filled < wanted:
+            if self._fd < 0 or not self._receives_left:
+                return MORE
+            self._receives_left -= 1
+            there = <char *> PyMemoryView_GET_BUFFER(reader._body).buf + reader._filled
+            room = PyMemoryView_GET_BUFFER(reader._body).len - reader._filled
+            with nogil:
+                got = recv(self._fd, there, room, MSG_DONTWAIT)
+            if got <= 0:
+                return MORE  # the transport finds out whether that is the end
+            reader._filled += got
+            self.input_bytes += got
+            self.reads += 1
+        self.close_body()
+        return DONE
 
     cdef int close_body(self) except -1:
         """The value is there: an argument like others."""
@@ -1020,15 +1070,85 @@ cdef class HotSession:
         if self._replies and self._transport is not None and not self._transport.is_closing():
             self.send()
 
+    cdef bint goes_at_once(self) except -1:
+        """Whether what was gathered may go around the transport, which has nothing to send before it, and is not for
+        others to send."""
+        cdef Py_ssize_t nbytes = self._reply_bytes + out_bytes
+        if self._fd < 0 or self._is_behind or nbytes >= LENT_MAX:
+            return False
+        return not (self.splices and self._lent) or nbytes < self.server.splicing.value_bytes_min * len(self._lent)
+
+    cdef bint sent_at_once(self) except -1:
+        """Give what was gathered to the socket; False when it does not take all, and what is gone is then gathered no
+        more."""
+        global out_bytes
+        cdef iovec parts[PARTS_MAX]
+        cdef msghdr message
+        cdef Py_buffer *view
+        cdef Py_ssize_t sent, nbytes = 0
+        cdef size_t count = 0
+        if len(self._replies) >= PARTS_MAX:
+            return False
+        for reply in self._replies:
+            if type(reply) is bytes:
+                parts[count].iov_base, parts[count].iov_len = PyBytes_AS_STRING(reply), PyBytes_GET_SIZE(reply)
+            elif type(reply) is memoryview:
+                view = PyMemoryView_GET_BUFFER(reply)
+                parts[count].iov_base, parts[count].iov_len = view.buf, view.len
+            else:
+                return False
+            nbytes += parts[count].iov_len
+            count += 1
+        if out_bytes:
+            parts[count].iov_base, parts[count].iov_len = out, out_bytes
+            nbytes += out_bytes
+            count += 1
+        memset(&message, 0, sizeof(message))
+        message.msg_iov, message.msg_iovlen = parts, count
+        sent = sendmsg(self._fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL)
+        if sent <= 0:
+            return False  # the transport finds out why
+        self.output_bytes += sent
+        self.writes += 1
+        if sent < nbytes:
+            self.settle()
+            self.drop_sent(sent)
+            return False
+        out_bytes = 0
+        self._replies, self._reply_bytes = [], 0
+        if self._lent:
+            self.end_lent()
+        return True
+
+    cdef int drop_sent(self, Py_ssize_t sent) except -1:
+        """Take what is gone from what was gathered."""
+        cdef list replies = self._replies
+        cdef Py_ssize_t at = 0
+        self._reply_bytes -= sent
+        while sent >= len(replies[at]):
+            sent -= len(replies[at])
+            at += 1
+        self._replies = [memoryview(replies[at])[sent:], *replies[at + 1 :]]
+        return 0
+
+    cdef int end_lent(self) except -1:
+        """End what was lent for replies that have left."""
+        lent, self._lent = self._lent, []
+        for lease in lent:
+            (<Lease?> lease).end()
+        return 0
+
     cdef int send(self) except -1:
-        """Hand what was gathered to the transport, as Session._flush does, which is asked where that may not be all."""
+        """Send what was gathered, as Session._flush does, which is asked where that may not be all."""
         cdef list replies
         cdef Py_ssize_t nbytes = 0
-        self.settle()
-        if not self._replies:
+        if not out_bytes and not self._replies:
             return 0
+        if self.goes_at_once() and self.sent_at_once():
+            return 0
+        self.settle()
         replies = self._replies
-        if self._is_behind or self.splices or (self._lent and not self._lends) or self._reply_bytes >= LENT_MAX:
+        if self._is_behind or (self._lent and (self.splices or not self._lends)) or self._reply_bytes >= LENT_MAX:
             if self._lent:
                 self._flush()
             else:
@@ -1045,7 +1165,5 @@ cdef class HotSession:
             return 0
         self._transport.writelines(replies)
         if not self._paused:
-            lent, self._lent = self._lent, []
-            for lease in lent:
-                (<Lease?> lease).end()
+            self.end_lent()
         return 0

@@ -459,6 +459,68 @@ def receive(session: Session, data: bytes) -> None:
         data = data[received:]
 
 
+def stop_reading(session: Session) -> None:
+    """Have the loop receive nothing more of it."""
+    assert session._transport is not None
+    session._transport.pause_reading()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_what_has_come_of_a_value_is_received_in_the_turn_that_reads_its_header(
+    kind: str, live: LiveServer
+) -> None:
+    client = await live.connect(kind)
+    assert await client.ask("PING") == b"+PONG\r\n"
+    (session,) = live.sessions()
+    stop_reading(session)
+    value = pattern(100_000)
+    stream = request("SET", "k", value)
+    await client.send_raw(stream[512:])
+    before = session.input_bytes
+    receive(session, stream[:512])
+    assert live.store.find(b"k") is not None
+    assert session.input_bytes == before + len(stream)
+    session._resume_reading()
+    assert await client.read_line() == b"+OK\r\n"
+    assert await client.get("k") == value
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_values_that_have_come_are_received_three_at_a_time(kind: str, live: LiveServer) -> None:
+    client = await live.connect(kind)
+    assert await client.ask("PING") == b"+PONG\r\n"
+    (session,) = live.sessions()
+    stop_reading(session)
+    values = [pattern(30_000, number) for number in range(5)]
+    stream = b"".join(request("SET", str(number), value) for number, value in enumerate(values))
+    await client.send_raw(stream[512:])
+    receive(session, stream[:512])
+    assert [live.store.find(b"%d" % number) is not None for number in range(5)] == [True, True, True, False, False]
+    session._resume_reading()
+    assert await client.read(5 * 5) == 5 * b"+OK\r\n"
+    assert [await client.get(str(number)) for number in range(5)] == values
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_a_reply_of_which_the_socket_takes_a_part_keeps_its_block_until_the_rest_is_taken(
+    kind: str, live: LiveServer
+) -> None:
+    client = await live.connect(kind, receive_bytes=4096)
+    value = pattern(400_000)
+    assert await client.ask("SET", "k", value) == b"+OK\r\n"
+    (session,) = live.sessions()
+    assert session._transport is not None
+    session._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32 * 1024)
+    before = session.output_bytes
+    await client.send_raw(request("GET", "k") + request("PING"))
+    await until(lambda: session._is_behind)
+    assert session.lent == 1
+    wanted = b"$400000\r\n" + value + b"\r\n+PONG\r\n"
+    assert await client.read(len(wanted)) == wanted
+    await until(lambda: not session.lent)
+    assert session.output_bytes == before + len(wanted)
+
+
 async def test_nothing_more_is_run_for_a_client_of_which_a_reply_shows_that_it_has_gone(
     loop: str, live: LiveServer
 ) -> None:
