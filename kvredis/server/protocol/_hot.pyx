@@ -77,7 +77,7 @@ cdef enum:
     CLEAR_BYTES = 1024
     TURN_RECEIVES = 32  # what libuv receives of one client at most before it looks at the others
     TURN_WIDE = 12  # and how many of these may fill the wide scratch
-    TURN_BODIES = 3  # and what is received here of values, between two receives of the loop
+    TURN_BODIES = 3  # receives of values here, between two of the loop; more were no faster
 
 # Bounds that others have too: those that import this file have them from here, and of those that it imports it has its
 # own, as numbers that the compiler knows.
@@ -836,13 +836,12 @@ cdef class HotSession:
         return self.receive_body()
 
     cdef Found receive_body(self) except *:
-        """Receive what has come of the value, unless a thread does. The loop would take a turn for each piece, which at
-        64 KiB costs as much as the kernel's copy."""
+        """Receive what has come of the value, unless a thread does. The loop would take a turn for each piece: SETs of
+        2 MiB over TCP took 1.18 times as long (2 cores)."""
         cdef Reader reader = self._parser
-        cdef Py_ssize_t got, wanted = reader._length + SLACK
-        cdef Py_ssize_t room
-        cdef char *there
+        cdef Py_ssize_t got, room, wanted = reader._length + SLACK
         cdef Py_ssize_t missing = wanted - reader._filled
+        cdef char *there
         if missing >= self._threaded_bytes_min and self._receive_elsewhere(missing):
             return MORE
         if out_bytes:  # of another loop's session none may be said while the interpreter's lock is not ours
