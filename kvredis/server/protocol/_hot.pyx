@@ -78,6 +78,7 @@ cdef enum:
     TURN_RECEIVES = 32  # what libuv receives of one client at most before it looks at the others
     TURN_WIDE = 12  # and how many of these may fill the wide scratch
     TURN_BODIES = 3  # receives of values here, between two of the loop; more were no faster
+    BODY_MAX = 2 * 1024 * 1024  # of what is missing: others wait for less than that of a longer value
 
 # Bounds that others have too: those that import this file have them from here, and of those that it imports it has its
 # own, as numbers that the compiler knows.
@@ -847,7 +848,7 @@ cdef class HotSession:
         if out_bytes:  # of another loop's session none may be said while the interpreter's lock is not ours
             self.settle()
         while reader._filled < wanted:
-            if self._fd < 0 or not self._receives_left:
+            if self._fd < 0 or not self._receives_left or wanted - reader._filled > BODY_MAX:
                 return MORE
             self._receives_left -= 1
             there = <char *> PyMemoryView_GET_BUFFER(reader._body).buf + reader._filled
