@@ -354,6 +354,8 @@ cdef class Reader:
             room *= 4
         if not unread:
             self._scratch, self._view = NO_SCRATCH, NO_VIEW
+            if self._scratches.holder is self:  # what came behind a value went into the wide one
+                self._scratches.holder = None
         elif room == SCRATCH_BYTES:
             self._scratch, self._view = self._scratches.get()
         else:

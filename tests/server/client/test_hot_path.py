@@ -501,6 +501,25 @@ async def test_values_that_have_come_are_received_three_at_a_time(kind: str, liv
     assert [await client.get(str(number)) for number in range(5)] == values
 
 
+async def test_a_value_and_what_comes_behind_it_end_a_turn_of_the_wide_scratch_and_the_next_one_has_room(
+    live: LiveServer,
+) -> None:
+    client = await live.connect("tcp")
+    assert await client.ask("PING") == b"+PONG\r\n"
+    (session,) = live.sessions()
+    stop_reading(session)
+    receive(session, b"".join(request("SET", f"short {number}", pattern(17_000, number)) for number in range(40)))
+    long = request("SET", "long", pattern(60_000))
+    await client.send_raw(long[512:] + request("PING"))
+    receive(session, long[:512])
+    assert live.store.find(b"long") is not None
+    assert memoryview(session.get_buffer(-1)).nbytes > 0
+    session._resume_reading()
+    assert await client.read(41 * 5 + 7) == 41 * b"+OK\r\n" + b"+PONG\r\n"
+    assert await client.get("long") == pattern(60_000)
+    assert await client.get("short 39") == pattern(17_000, 39)
+
+
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_a_reply_of_which_the_socket_takes_a_part_keeps_its_block_until_the_rest_is_taken(
     kind: str, live: LiveServer
