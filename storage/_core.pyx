@@ -581,7 +581,7 @@ cdef class LeaseRun:
 cdef class OneOrder:
     """What the policies of one order share (eviction/base.py): a list through the entries, with what arrived last at
     its end. WHY no dict: to look an entry up by itself costs three misses of the cache where there are many. An entry
-    has a place in two lists at most. It is the order's as well as the index': a list holds what is in it."""
+    has a place in two lists at most, and each holds a reference to it."""
 
     def __init__(self):
         self.is_plain = type(self).admit is OneOrder.admit and type(self).forget is OneOrder.forget
