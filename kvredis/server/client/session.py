@@ -273,6 +273,7 @@ class Session(HotSession, asyncio.BufferedProtocol):
 
     def close(self) -> None:
         if self._transport is not None:
+            self._fd = -1
             self._transport.abort()
 
     def finish(self) -> None:
@@ -280,6 +281,7 @@ class Session(HotSession, asyncio.BufferedProtocol):
         if self._holds_back:
             self._send_held_back()
         if not self._is_behind and self._transport is not None:
+            self._fd = -1
             self._transport.close()
 
     @property

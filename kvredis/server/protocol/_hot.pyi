@@ -135,8 +135,9 @@ class HotSession:
     _pushes: list[bytes]
     _reply_bytes: int
     _fd: int
-    """The socket, of a connection whose transport keeps nothing of its own of what comes; else -1. Values are received
-    and replies sent by it without the transport, which has what a socket does not take, and the end of a connection."""
+    """The socket, of a connection whose transport keeps nothing of its own of what comes; else -1, and once the server
+    has hung up. Values are received and replies sent by it without the transport, which has what a socket does not
+    take, and the end of a connection."""
     _threaded_bytes_min: int
     """A thread may receive what is missing of a value, if that is so much (net/io_threads.py)."""
     _marked_bytes_min: int

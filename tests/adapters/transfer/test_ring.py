@@ -20,6 +20,7 @@ from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import Tuning
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.memory.copy import address_of
 from tests.adapters.paged_layouts import block_of, planes_first
 
 from .lazy_gpu import LazyEvent, LazyGpu
@@ -226,6 +227,23 @@ def test_each_job_fills_as_much_of_a_buffer_as_its_own_far_end_asks_for(first: b
         assert max(gpu.copies) == (16 if is_linked else 4)  # parts of 6 units, in buffers of 96 and 24
         assert all(true(layers, part) for part in parts)
         assert [each and each.result() for each in sums] == [true_sum(part.memory) for part in parts]
+
+
+def test_checksums_are_whole_where_buffers_grow_in_the_middle_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = made_layers()
+    gpu = LazyGpu(PagedKV(layers))
+    tuning = Tuning(slot_bytes=24 * layers[0][0, 0].numel() * 2, slots=2, head_parts=10)
+    transfer = RingTransfer(PagedKV(layers), gpu, tuning, sums=True)
+    parts = parts_of(layers, [1] * 20)
+    for part in parts:
+        part.memory[:] = os.urandom(part.memory.nbytes)
+    near = {address_of(part.memory) for part in parts[:10]}
+    monkeypatch.setattr(gpu, "on_gpu", lambda address: address not in near)
+    sums = [transfer.sum_of(part.memory.nbytes) for part in parts]
+    rows = [part._replace(row=each.row) for part, each in zip(parts, sums, strict=True) if each is not None]
+    transfer.load(rows).wait()
+    assert max(gpu.copies) == 10, "the second half is in one buffer"
+    assert [each and each.result() for each in sums] == [true_sum(part.memory) for part in parts]
 
 
 def test_where_a_gpu_has_no_memory_for_longer_buffers_its_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -520,6 +520,15 @@ async def test_a_value_and_what_comes_behind_it_end_a_turn_of_the_wide_scratch_a
     assert await client.get("short 39") == pattern(17_000, 39)
 
 
+async def test_a_client_that_was_hung_up_on_gets_no_further_reply(live: LiveServer) -> None:
+    client = await live.connect("tcp")
+    assert await client.ask("PING") == b"+PONG\r\n"
+    (session,) = live.sessions()
+    session.close()
+    receive(session, request("PING"))
+    assert await client.read_all() == b""
+
+
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_a_reply_of_which_the_socket_takes_a_part_keeps_its_block_until_the_rest_is_taken(
     kind: str, live: LiveServer

@@ -226,6 +226,7 @@ class RingWay:
 
     def _lengthen(self) -> None:
         """Take longer buffers; where the GPU has no memory for them, those that are there do."""
+        self.sum_up()  # of the half of a load before this one
         self.synchronize()  # what is let go may be another's at once
         short = self._ring[0].buffer.nbytes
         try:
