@@ -119,6 +119,9 @@ _COMING: Final = {"do_remote_prefill": True, "do_remote_decode": False}
 _BESIDE_S: Final = 0.02
 """... and so much later than the prefill engine's request."""
 _SHARE_USED: Final = 0.94
+_GPU_TIMES: Final = 2
+"""A server's GPU memory is so much larger than its arena, which has room for two prompts: an engine may reserve a
+quarter of it, and asks for the copies of a whole prompt only where that is one (adapters/paged/jobs.py, GPU_PART)."""
 
 
 class Sample(TypedDict):
@@ -393,7 +396,7 @@ def run(plan: PdPlan, where: Where, progress: Progress) -> PdResult:
         setting = setting_of(plan, computing)
         notes += _notes(setting)
         room = room_bytes(setting.shape, setting.tokens + ANSWER_TOKENS)
-        gpu = f"{room >> 20}MiB,{setting.ranks if setting.are_apart else 0}"
+        gpu = f"{_GPU_TIMES * room >> 20}MiB,{setting.ranks if setting.are_apart else 0}"
         flags = ("--gpu-memory", gpu) if set(setting.arms) & set(GPU_ARMS) else ()
         servers = stack.enter_context(servers_for((LANE,), room, *flags))
         facts = machine_facts()

@@ -316,8 +316,9 @@ class Engine:
 
     def first(self, seed: int, tokens: int, answer: int, transfer: dict[str, Any] | None = None) -> Asked:
         """Serve one prompt, with `answer` tokens; `transfer` is kv_transfer_params for it."""
+        prompt = self._prompt(seed, tokens)
         asked_s = time.monotonic()
-        self._add("first", self._prompt(seed, tokens), answer, transfer)
+        self._add("first", prompt, answer, transfer)
         first_s, output = 0.0, None
         while self._llm.llm_engine.has_unfinished_requests():
             for output in self._llm.llm_engine.step():
@@ -335,6 +336,7 @@ class Engine:
     def stalled(self, seed: int, tokens: int, count: int, steps: int) -> Stalled:
         """Have `count` short requests decode so many steps, and a prompt of `tokens` (0: none) come amid them."""
         engine, times, cached = self._llm.llm_engine, dict[str, list[float]](), 0
+        prompt = self._prompt(seed, tokens)  # in the loop it would be a part of the gap
         for place in range(count):
             self._add(f"short{place}", self._prompt(_BATCHES + place, _SHORT_TOKENS), steps)
         came_s = 0.0
@@ -349,7 +351,7 @@ class Engine:
             if not came_s and len(times) == count and min(map(len, times.values())) >= steps // 3:
                 came_s = time.monotonic()
                 if tokens:
-                    self._add("long", self._prompt(seed, tokens), 1)
+                    self._add("long", prompt, 1)
         gaps = [later - one for each in times.values() for one, later in pairwise(each) if later > came_s]
         return Stalled(gap_ms=max(gaps) * 1e3, cached_tokens=cached)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from .jobs import JobState, MoverContext, MoverTask
+from .load import touch_loaded
 
 WAIT_SLICE_S = 0.5
 """How long the server is asked to wait at a time: so long ending a load may take that is not wanted any more."""
@@ -30,6 +31,10 @@ class AwaitedLoad(MoverTask):
         while at < len(keys) and (come := self._come(keys[at:])):
             self._load(JobState(job.request, job.moves[at : at + come], part_of=job))
             at += come
+
+    def clean_up(self) -> None:
+        """Touch what its parts have brought."""
+        touch_loaded(self._context, self._job)
 
     def _come(self, keys: list[bytes]) -> int:
         """How many of these have come, from the first on; waits for one."""

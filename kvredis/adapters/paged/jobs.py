@@ -267,6 +267,14 @@ class Counters:
             return dict(self._sums)
 
 
+@dataclass(slots=True)
+class LastLease:
+    """What a mover's loads have found of late; the loading thread's."""
+
+    is_on_gpu: bool = False
+    """Whether the chunk that was leased last is in a server's GPU memory. The next one is likely to be there, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoverContext:
     """All that the loads and stores of one ChunkMover share."""
@@ -279,6 +287,7 @@ class MoverContext:
     counters: Counters
     changed: threading.Condition = field(default_factory=threading.Condition)
     """Of what the mover knows of its jobs."""
+    last_lease: LastLease = field(default_factory=LastLease)
 
     @property
     def places(self) -> list[int]:

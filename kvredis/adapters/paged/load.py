@@ -110,6 +110,13 @@ def excerpt(
     return Block(tail.view(-1).view(torch.uint8).numpy().data, tokens, block.checksum)
 
 
+def touch_loaded(context: MoverContext, job: JobState) -> None:
+    """Say that what has come of a load was used once: its head was used first, which would make it the first to be
+    evicted."""
+    if job.moved:
+        context.backend.touch([move.key for move in job.moves[: job.moved]])
+
+
 class ChunkLoad(MoverTask):
     """Loads a job's moves, on a GPU into pages that are free behind `after`. The job's `moved` is right whatever
     happens. Until `clean_up` the last leases are held.
@@ -145,8 +152,7 @@ class ChunkLoad(MoverTask):
         self._piece_bytes = context.piece_bytes  # the first is waited for; asking for those behind it is to cost little
         self._under_way: deque[tuple[list[LeasedChunk], Moving]] = deque()
         self._under_way_bytes = 0
-        self._is_on_gpu = False
-        """Whether the chunk that was leased last is in a server's GPU memory."""
+        self._last_lease = context.last_lease
         self._gap = False
         """Whether a chunk has not come: what is behind it is of no use."""
         self._is_sent = False
@@ -208,7 +214,8 @@ class ChunkLoad(MoverTask):
 
     def _lease(self, leases: Iterator[Lease | None]) -> None:
         """Lease the next chunk; behind one that is on a GPU several, since their heads are waited for."""
-        together = min(HEADS_GROW * self._leased, HEADS_TOGETHER) if self._is_on_gpu else 1
+        last = self._last_lease
+        together = min(HEADS_GROW * max(self._leased, 1), HEADS_TOGETHER) if last.is_on_gpu else 1
         count = min(together, len(self._job.moves) - self._leased)
         began_s = time.perf_counter()
         some: list[Lease | None] = []
@@ -222,20 +229,21 @@ class ChunkLoad(MoverTask):
                 if lease is not None:
                     lease.release()
             raise
-        was_on_gpu, self._is_on_gpu = self._is_on_gpu, isinstance(some[-1], GpuLease)
-        if self._is_on_gpu and not was_on_gpu:
+        last.is_on_gpu = isinstance(some[-1], GpuLease)
+        if last.is_on_gpu:
             self._piece_bytes = self._context.gpu_piece_bytes
         self._lease_s += time.perf_counter() - began_s
         self._leased += len(some)
         self._at_hand += zip(some, heads, strict=True)
 
     def clean_up(self) -> None:
-        """What the engine does not wait for: the last leases end, and keys are touched."""
+        """What the engine does not wait for: the last leases end, and keys are touched, those of a part with the
+        whole."""
         for chunk in self._judged:
             chunk.release()
         self._judged = []
-        if self._job.moved:  # the head was used first, which would make it the first to be evicted
-            self._context.backend.touch([move.key for move in self._job.moves[: self._job.moved]])
+        if self._job.part_of is None:
+            touch_loaded(self._context, self._job)
 
     def _open(self, move: ChunkMove, lease: Lease | None, head: memoryview | None) -> LeasedChunk | None:
         """The chunk that was leased, or None: it is missing, or not what the layout says. Its lease has ended then."""
@@ -262,7 +270,7 @@ class ChunkLoad(MoverTask):
             return False
         if self._next_bytes >= self._piece_bytes and not is_last:
             self._send()
-            if not self._is_on_gpu:
+            if not self._last_lease.is_on_gpu:
                 self._piece_bytes = min(2 * self._piece_bytes, self._context.piece_bytes_max)
             while self._under_way and not self._gap and ((self._waits and self._is_full) or self._is_known):
                 self._settle()

@@ -252,7 +252,10 @@ class ChunkMover:
         with self._changed:
             self._changed.wait_for(lambda: not job.parts)
             self._end(job)
-        log_speed(logger, "Retrieved", job.tokens, job.nbytes, time.monotonic() - began_s, job.request)
+        seconds = time.monotonic() - began_s
+        self._awaiter.stand_back(STAND_BACK_S)
+        log_speed(logger, "Retrieved", job.tokens, job.nbytes, seconds, job.request)
+        error = error or self._error_of(task.clean_up)
         if error is not None:
             self.counters.add(errors=1)
             logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)

@@ -237,8 +237,9 @@ class ChunkStore(MoverTask):
             self._commit(order)
 
     def _settle(self, order: PrefixOrder) -> None:
-        """Take one step, waiting for it: all that has moved is hashed at the same time."""
-        if self._under_way:
+        """Take one step, waiting for it: all that has moved is hashed at the same time. What passes a GPU is hashed
+        whether this thread asks or not, and can be seen the sooner."""
+        if self._under_way and not (self._filled and self._filled[0][-1].checksum.is_passing):
             self._fill()
         else:
             self._commit(order)

@@ -63,6 +63,11 @@ class Checksum:
         at the bytes then."""
         return self._pool is None or self.row_in(transfer, memory) != NO_ROW
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether the transfer that was given the tensor finds it."""
+        return self._row not in (None, NO_ROW)
+
     def begin(self) -> None:
         """Have a thread hash the bytes, which are all there, unless the transfer finds the checksum. Raises
         RuntimeError when there is no thread left."""
