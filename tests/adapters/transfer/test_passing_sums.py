@@ -64,10 +64,13 @@ def true_sum(data: memoryview | bytes) -> str:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("units", [8, 50])
-def test_in_whatever_order_streams_run_sums_are_of_the_bytes_that_passed(seed: int, units: int) -> None:
+@pytest.mark.parametrize(("units", "is_linked"), [(8, False), (50, False), (2, True), (12, True)])
+def test_in_whatever_order_streams_run_sums_are_of_the_bytes_that_passed(
+    seed: int, units: int, is_linked: bool
+) -> None:
     layers = made_layers()
-    transfer, _ = ring(layers, seed, units)
+    transfer, gpu = ring(layers, seed, units)
+    gpu.holds_both_ends = is_linked
     parts, sums = summed(transfer, COUNTS)
     moving = transfer.store(parts)  # two jobs, both ways, at the same time
     loaded, others = summed(transfer, COUNTS[::-1])
@@ -106,15 +109,16 @@ def test_chunks_that_move_by_layers_add_up_to_their_sums_and_are_whole(seed: int
     assert [each.result() for each in again if each] == [true_sum(each) for each in before[::-1]]
 
 
-def test_a_store_s_buffers_share_a_stream_for_sums_and_a_load_s_have_one_each() -> None:
+def test_a_store_s_buffers_share_a_stream_for_sums_until_they_go_to_a_gpu_and_a_load_s_have_one_each() -> None:
     transfer, gpu = ring(made_layers())
     counted = [len(gpu.streams)]
-    for move in (transfer.store, transfer.load):
+    for move, is_linked in ((transfer.store, False), (transfer.load, False), *[(transfer.store, True)] * 2):
+        gpu.holds_both_ends = is_linked
         parts, sums = summed(transfer, COUNTS)
         move(parts).wait()
         assert all(each.result() for each in sums)
         counted.append(len(gpu.streams))
-    assert counted == [2, 5, 9]
+    assert counted == [2, 5, 9, 10, 10]
 
 
 def test_a_layer_that_is_not_there_is_an_error_and_nothing_moves() -> None:
