@@ -104,6 +104,18 @@ def test_chunks_that_come_while_others_are_loaded_are_loaded_together(
         assert len(counts) <= 3, "the first, the one that waited for it, and all others"
 
 
+def test_all_that_has_come_is_used_once_when_the_load_is_over(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[list[bytes]] = []
+    monkeypatch.setattr(two.ours, "touch", lambda keys: touched.append(list(keys)))
+    two.load()
+    for at in range(0, 6, 2):
+        two.store(two.stored[at : at + 2])
+        two.has_loaded(at + 2)
+        assert touched == [] or at == 4
+    wait_until(lambda: bool(touched), "a touch")
+    assert touched == [[move.key for move in two.moves]]
+
+
 def test_a_chunk_that_is_there_behind_one_that_is_not_waits_for_it(two: Two) -> None:
     two.load()
     two.store([*two.stored[:2], *two.stored[3:]])

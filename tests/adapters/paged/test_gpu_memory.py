@@ -237,6 +237,68 @@ def test_the_copies_of_a_whole_prompt_are_asked_for_while_it_is_computed(
     assert (figures(server)["entries"], figures(server)["reserved"]) == (30, 0)
 
 
+class LateSum(PassingSum):
+    """A checksum that is known when it is waited for, as one is that a GPU finds behind the copies."""
+
+    def done(self) -> bool:
+        return False
+
+
+class SecondHeld(HeldTransfer):
+    """What is asked for first has moved at once, and the rest when `over` is set."""
+
+    has_first = False
+
+    def sum_of(self, nbytes: int) -> Sum | None:
+        super().sum_of(nbytes)
+        return LateSum(self, self._rows)
+
+    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        if self.has_first:
+            return super().store(parts, after=after)
+        self.has_first = True
+        return SummingTransfer.store(self, parts, after=after)
+
+
+def test_what_has_moved_first_can_be_seen_while_the_rest_moves(server: ServerProcess, opened: OpenBackend) -> None:
+    engine = PagedEngine(1, transfer=SecondHeld, groups=1, pages=4 * 12)
+    moves, backend = moves_of("a", 12, pages=4 * 12), opened()
+    window_bytes = 8 * len(block_for(engine, moves[0]))  # of which half is asked for together
+    with mover_on(backend, engine, batch_bytes=1, window_bytes=window_bytes) as mover:
+        mover.store(StoreJob("r", moves, len(moves) * CHUNK, head_first=True))
+        wait_until(lambda: figures(server)["entries"] > 0, "the first chunks")
+        seen, transfer = figures(server)["entries"], engine.groups[0].transfer
+        assert isinstance(transfer, HeldTransfer)
+        transfer.over.set()
+        assert mover.settle(WAIT_S)
+    assert seen < figures(server)["entries"] == 12
+
+
+def test_headers_are_waited_for_together_where_the_last_load_found_its_chunks_on_the_gpu(
+    opened: OpenBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, done = PagedEngine(1, transfer=SummingTransfer, groups=1, pages=4 * 12), ""
+    moves, backend = moves_of("a", 12, pages=4 * 12), opened()
+    stored(backend, engine, moves)
+    begin_read, settle = GpuLease.begin_read, GpuLease.settle
+
+    def noted(what: str, work: Callable[..., None]) -> Callable[..., None]:
+        def note(*args: Any) -> None:
+            nonlocal done
+            done += what
+            work(*args)
+
+        return note
+
+    monkeypatch.setattr(GpuLease, "begin_read", noted("r", begin_read))
+    monkeypatch.setattr(GpuLease, "settle", noted("s", settle))
+    with mover_on(backend, engine) as mover:
+        for request, together in (("s", [1, 8, 3]), ("t", [12])):
+            done = ""
+            assert load_now(mover, LoadJob(request, moves)) == 12
+            assert [len(run) for run in done.split("s") if run] == together
+
+
 def test_a_block_that_is_damaged_on_the_gpu_is_a_miss_and_is_forgotten(
     server: ServerProcess, opened: OpenBackend
 ) -> None:
