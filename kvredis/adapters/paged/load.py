@@ -280,9 +280,11 @@ class ChunkLoad(MoverTask):
 
     @property
     def _has_time(self) -> bool:
-        """Whether the next load can be begun at once while a device still copies for this one."""
+        """Whether the next load can be begun at once while a device still copies, or adds up, for this one."""
         is_near = self._lease_s < NEAR_S * self._leased
-        return is_near and not self._context.bandwidth.is_bound and not self._under_way[-1][1].done
+        chunks, moving = self._under_way[-1]
+        is_busy = not moving.done or any(each.checksum.is_passing and not each.checksum.is_known for each in chunks)
+        return is_near and is_busy and not self._context.bandwidth.is_bound
 
     @property
     def _is_full(self) -> bool:

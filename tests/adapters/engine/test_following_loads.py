@@ -4,10 +4,15 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+from kvredis.adapters.engine.block import checksum_of
 from kvredis.adapters.paged import load as paged_load
 from kvredis.adapters.paged.jobs import LoadJob
 from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.transfer.base import Moving, Part, Sum
+from kvredis.adapters.transfer.cpu import HostTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import WAIT_S, PagedEngine, mover_on, moves_of, pages_in
 from tests.adapters.transfer.manual_transfer import ManualTransfer, by_hand, with_blocks
@@ -81,6 +86,62 @@ def test_no_page_is_written_behind_the_end_of_a_mover_whose_next_load_had_begun(
         assert not closing.is_alive()
         assert all(moving.done for _, moving in transfer.calls)
     assert backend.leases == 0
+
+
+class LaterSum:
+    """A checksum that the transfer finds, known when `known` is set."""
+
+    def __init__(self, transfer: "LaterSums", row: int) -> None:
+        self.row = row
+        self._transfer = transfer
+
+    def done(self) -> bool:
+        return self._transfer.known.is_set()
+
+    def result(self) -> str:
+        assert self._transfer.known.wait(WAIT_S)
+        return self._transfer.sums[self.row]
+
+    def cancel(self) -> bool:
+        return True
+
+
+class LaterSums(HostTransfer):
+    """Copies at once, and finds checksums later, as a GPU whose copies are fast."""
+
+    def __init__(self, paged: PagedKV) -> None:
+        super().__init__(paged)
+        self.known, self.goes_on = threading.Event(), threading.Event()
+        self.sums: dict[int, str] = {}
+        self.calls = self._rows = 0
+
+    def sum_of(self, nbytes: int) -> Sum:
+        self._rows += 1
+        return LaterSum(self, self._rows)
+
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
+        assert self.goes_on.wait(WAIT_S)
+        self.calls += 1
+        self.sums |= {part.row: checksum_of(part.memory) for part in parts}
+        return super().load(parts, after=after, is_last=is_last)
+
+
+def test_the_next_load_begins_while_the_checksums_of_the_first_are_found() -> None:
+    backend, source = with_blocks(FIRST, SECOND)
+    engine = PagedEngine(transfer=LaterSums)
+    transfer = engine.groups[0].transfer
+    assert isinstance(transfer, LaterSums)
+    with mover_on(backend, engine) as mover:
+        for job in (FIRST, SECOND):
+            mover.load(job)
+        transfer.goes_on.set()
+        wait_until(lambda: transfer.calls == 2, "the following load's copies are asked for too", WAIT_S)
+        assert mover.finished().loaded == set(), "none is told of before it is known to be right"
+        transfer.known.set()
+        assert mover.settle(WAIT_S)
+        finished = mover.finished()
+    assert (finished.loaded, finished.failed_pages) == ({"first", "second"}, {})
+    assert all(engine.bytes_of(move) == source.bytes_of(move) for move in (*FIRST.moves, *SECOND.moves))
 
 
 @pytest.mark.parametrize("fails", ["first", "second"])
