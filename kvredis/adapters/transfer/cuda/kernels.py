@@ -196,7 +196,8 @@ def _fold(
     lane = tl.arange(0, 8)[None, None, :]
     at = (first + block)[:, None, None].to(tl.int64) * 128 + stripe * 8 + lane
     value = tl.load(slot + at, mask=here[:, None, None], other=0).to(tl.uint64)
-    beside = tl.load(slot + (at ^ 1), mask=here[:, None, None], other=0).to(tl.uint64)
+    even, odd = tl.split(tl.reshape(value, (tile, 16, 4, 2)))
+    beside = tl.reshape(tl.join(odd, even), (tile, 16, 8))  # every word's neighbour, which takes no second load
     is_last = (position == chunk_blocks - 1)[:, None, None] & (stripe == 15)
     key = tl.load(constants + tl.where(is_last, 24 + lane, stripe + lane)).to(tl.uint64)
     keyed = value ^ key
