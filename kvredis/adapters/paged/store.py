@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby, takewhile
+from math import ceil
 
 import torch
 
@@ -174,7 +175,8 @@ class ChunkStore(MoverTask):
                 self._context.counters.add(dropped_stores=1)
                 at += 1
                 continue
-            together = alike(moves[at : at + max(self._piece_bytes // nbytes, 1)])
+            left_bytes = self._piece_bytes - bytes_of(self._next)
+            together = alike(moves[at : at + max(ceil(left_bytes / nbytes), 1)])
             chunks = reserve(self._context, together)
             self._next += chunks  # ours to give back from here on
             at += len(together)

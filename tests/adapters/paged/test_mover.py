@@ -114,6 +114,17 @@ def test_chunks_that_are_there_are_not_stored_again_and_the_tail_goes_before_the
     assert all(backend.values[move.key] == block_for(engine, move) for move in moves)
 
 
+def test_a_store_gives_a_transfer_as_many_chunks_at_a_time_as_a_batch_has_bytes() -> None:
+    engine, moves = PagedEngine(groups=1, pages=4 * 10, transfer=GatedTransfer), moves_of("a", 10, pages=4 * 10)
+    transfer, chunk_bytes = engine.groups[0].transfer, engine.groups[0].layout.chunk_bytes()
+    assert isinstance(transfer, GatedTransfer)
+    transfer.open.set()
+    with mover_on(FakeBackend(), engine, batch_bytes=4 * chunk_bytes) as mover:
+        mover.store(StoreJob("r", moves, 10 * CHUNK))
+        assert mover.settle(WAIT_S)
+    assert [count for _, count, _ in transfer.calls] == [4, 4, 2]
+
+
 @pytest.mark.parametrize("batch_bytes", [1, 80_000])
 def test_where_another_engine_waits_the_head_goes_first_and_is_the_newest_all_the_same(batch_bytes: int) -> None:
     engine, moves = PagedEngine(groups=1), moves_of("a", 6)
