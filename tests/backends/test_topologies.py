@@ -1,4 +1,8 @@
-"""The sets of servers that other tests kill pieces of: they are what they say, for clients that are not ours."""
+"""The sets of servers that other tests kill pieces of: they are what they say, for clients that are not ours.
+
+The deaths are left to the night: of these sets, by backends that are ours, the gate has them in remote/test_cluster.py
+and resp/test_sentinel.py.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -77,6 +81,7 @@ def test_a_slot_on_its_way_answers_ask_and_then_moved(redis_cluster: RedisCluste
     assert redis_cluster.owner_of(slot, as_seen_by=redis_cluster.nodes[2]) is source
 
 
+@pytest.mark.nightly
 def test_a_killed_node_takes_its_slots_with_it_until_it_is_started_again(redis_cluster: RedisCluster) -> None:
     with client_of(redis_cluster) as client:
         mine, other = key_in(range(5461)), key_in(range(6000, 10000))
@@ -91,6 +96,7 @@ def test_a_killed_node_takes_its_slots_with_it_until_it_is_started_again(redis_c
         assert client.get(other) == b"2"
 
 
+@pytest.mark.nightly
 def test_a_replica_takes_over_for_a_killed_master() -> None:
     with RedisCluster(replicas=1, password=PASSWORD) as cluster, client_of(cluster) as client:
         key = key_in(range(5461))
@@ -103,6 +109,7 @@ def test_a_replica_takes_over_for_a_killed_master() -> None:
         assert cluster.owner_of(key_slot(key), as_seen_by=cluster.nodes[0]) is cluster.nodes[3]
 
 
+@pytest.mark.nightly
 def test_clusters_speak_tls_among_themselves_and_with_clients(papers: Papers) -> None:
     with RedisCluster(papers=papers) as cluster, client_of(cluster) as client:
         assert client.set("key", b"value")
@@ -117,6 +124,7 @@ def named_by(sentinels: Sentinels) -> "redis.Redis":
     return master
 
 
+@pytest.mark.nightly
 def test_sentinels_name_the_master_and_after_its_death_the_replica(sentinels: Sentinels) -> None:
     with named_by(sentinels) as client:
         assert client.set("key", b"value")
@@ -138,6 +146,7 @@ def test_a_demoted_master_lives_on_and_refuses_writes(sentinels: Sentinels) -> N
         assert client.set("key", b"value")
 
 
+@pytest.mark.nightly
 def test_one_sentinel_is_enough_for_servers_with_a_password() -> None:
     with Sentinels(sentinels=1, password=PASSWORD) as sentinels:
         new = sentinels.wait_for_failover(sentinels.kill_master())

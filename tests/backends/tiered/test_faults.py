@@ -9,11 +9,13 @@ from contextlib import closing
 
 import pytest
 
+from kvredis.backends.remote import health
 from kvredis.backends.tiered import staging
 from kvredis.backends.tiered.backend import LayeredBackend
 from tests.backends.conftest import ServerProcess, StartServer
 from tests.backends.nodes import wait_until
 from tests.backends.verbs import content, keys_of, loaded, put
+from tests.gate import nightly
 from tests.proxy import Proxy
 
 from .layered_pair import LENGTH, figures, forget_near, near_keys, open_layered, store_prompt, store_through
@@ -23,10 +25,16 @@ TIMEOUT_S = 1.0
 PATIENCE_S = 20
 
 
-@pytest.fixture(params=["kvredis", "redis"])
+@pytest.fixture(params=["kvredis", nightly("redis")])
 def server(request: pytest.FixtureRequest, server_of: StartServer) -> ServerProcess:
     """A server of the test's own, which it may kill, stop and start again."""
     return server_of(request.param)
+
+
+@pytest.fixture(autouse=True)
+def unfair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has hung is asked again as soon as one that is gone, and not four timeouts later."""
+    monkeypatch.setattr(health, "FAIRNESS", 0)
 
 
 @pytest.fixture
