@@ -15,7 +15,7 @@ import inspect
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -38,6 +38,10 @@ LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "ben
 """What takes longest comes first, in this order, so that the processes that share the tests end together."""
 
 
+ONE_PROCESS = ("tests/compat/test_vllm_real.py", "tests/compat/test_vllm_hybrid.py")
+"""Files that the same process takes, one after the other: they share a vLLM, which takes half a minute to start."""
+
+
 MEASURED_EXIT_S = 300
 """How long a process that shares the tests may take to end where coverage is measured: it writes where it has been.
 xdist's own ten seconds are too few beside others."""
@@ -49,6 +53,21 @@ def pytest_configure(config: pytest.Config) -> None:
         from xdist.workermanage import NodeManager
 
         NodeManager.EXIT_TIMEOUT = MEASURED_EXIT_S
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Give each process a file at a time, or the files of ONE_PROCESS; None leaves other ways to xdist."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return ONE_PROCESS[0] if file in ONE_PROCESS else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat.vllm_process import VLLMProcess, site
 from tests.compat.wire import Wire
 from tests.fork_server import Forked
 
@@ -81,6 +82,15 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
     assert any("ready to accept connections" in line for line in process.stdout), "redis-server ended at its start"
     yield RunningServer(str(path), 0)
     stop(process)
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+    """vLLM in a process that the files of ONE_PROCESS (tests/conftest.py) share; whoever asks opens an engine of their
+    own in it."""
+    process = VLLMProcess(site(), tmp_path_factory.mktemp("vllm") / "log")
+    yield process
+    process.stop()
 
 
 def _emptied(server: RunningServer) -> RunningServer:

@@ -29,10 +29,8 @@ FIRST, SECOND = ([3 + (at * 7919 + seed * 104729) % 1000 for at in range(500)] f
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
-    process = VLLMProcess(site(), tmp_path_factory.mktemp("vllm") / "hybrid.log")
-    yield process
-    process.stop()
+def engine(vllm: VLLMProcess) -> VLLMProcess:
+    return vllm
 
 
 @pytest.fixture(scope="module")

@@ -41,10 +41,9 @@ WAIT_S = 60
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
-    process = VLLMProcess(site(), tmp_path_factory.mktemp("vllm") / "first.log")
-    yield process
-    process.stop()
+def first(vllm: VLLMProcess) -> VLLMProcess:
+    """The process that all tests have; some have a second one."""
+    return vllm
 
 
 @pytest.fixture(scope="module")
