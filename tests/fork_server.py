@@ -2,7 +2,7 @@
 
 To import kvredis takes a server half a second of a processor, several times what all the rest of its start takes, and
 tests start hundreds. So each of pytest's processes has a fork server, as multiprocessing has, which has imported what a
-server needs and becomes a copy of itself that runs the program; a copy has the arguments, environment, working folder
+server or a proxy needs and becomes a copy of itself that runs the program; a copy has the arguments, environment, working folder
 and standard streams that it would have alone, and is the child of the test's own process. Where to import matters, a
 test starts a program by subprocess.Popen (tests/cli/serve/test_serve.py).
 """
@@ -23,7 +23,13 @@ from types import ModuleType
 from typing import Any, AnyStr, Final
 
 ROOT: Final = Path(__file__).parents[1]
-IMPORTED: Final = ("kvredis.cli.main", "kvredis.cli.serve", "kvredis.server.commands", "uvloop")
+IMPORTED: Final = (
+    "kvredis.cli.main",
+    "kvredis.cli.serve",
+    "kvredis.cli.proxy.router",
+    "kvredis.server.commands",
+    "uvloop",
+)
 PR_SET_CHILD_SUBREAPER: Final = 36
 REQUEST_BYTES_MAX: Final = 1 << 18
 
