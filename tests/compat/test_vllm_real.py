@@ -24,6 +24,7 @@ from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.tensors import view_tensor
 from kvredis.bench.core.errors import BenchError
 from tests.compat.conftest import RunningServer, start_kvredis, stop
+from tests.compat.engine_process import Answer
 from tests.compat.vllm_process import CONNECTOR, PATIENT, VLLMProcess, site
 from tests.gate import nightly
 from tests.proxy import Proxy
@@ -272,6 +273,19 @@ def test_what_a_window_lets_go_of_while_a_prompt_is_stored_costs_no_more_than_it
     assert first.generate(asked)[0]["tokens"] == found["tokens"]
 
 
+def heard(first: VLLMProcess, medium: str, count: int) -> list[Answer]:
+    """The next events of a medium, which are told in steps of the engine: it takes them until they have come."""
+    found: list[Answer] = []
+
+    def have_come() -> bool:
+        first.generate(prompt(20), tokens=16)
+        found.extend(first.ask("events", medium=medium, count=count - len(found), pause_ms=100)["events"])
+        return len(found) >= count
+
+    until(have_come, f"{count} events of {medium} are not told")
+    return found
+
+
 def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
     first: VLLMProcess, server: RunningServer, tmp_path: Path
 ) -> None:
@@ -283,8 +297,7 @@ def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
         first.generate(prompt(200))
         first.stored()
         until(lambda: client.dbsize() == 3, "what was stored did not leave for the server")
-        first.generate(prompt(20), tokens=16)  # steps in which it can be told
-        told = first.ask("events", medium="STORAGE", count=3)["events"]
+        told = heard(first, "STORAGE", 3)
         assert [event["kind"] for event in told] == ["BlockStored"] * 3
         assert [event["tokens"] for event in told] == [prompt()[at : at + CHUNK] for at in (0, 64, 128)]
         hashes = [event["hashes"][0] for event in told]
@@ -292,7 +305,7 @@ def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
         assert {str(key).rpartition("}")[2] for key in client.keys("*")} == set(hashes)
         client.delete(next(key for key in client.keys("*") if str(key).endswith(hashes[1])))
         first.generate(prompt(200))
-        (gone,) = first.ask("events", medium="STORAGE", count=1)["events"]
+        gone = heard(first, "STORAGE", 1)[0]
         assert (gone["kind"], gone["hashes"]) == ("BlockRemoved", [hashes[1]])
 
 
@@ -305,8 +318,7 @@ def test_events_say_of_blocks_what_vllm_s_own_events_do(first: VLLMProcess, tmp_
     first.generate(prompt(200), salt="tenant")
     theirs = first.ask("events", medium="GPU", count=groups)["events"]
     first.stored()
-    first.generate(prompt(20), tokens=2)  # steps in which it can be told
-    ours = first.ask("events", medium="CPU", count=3 * groups)["events"]
+    ours = heard(first, "CPU", 3 * groups)
     said = ("group", "adapter", "kind of layers", "window")
     assert {tuple(map(str, map(each.get, said))) for each in ours} == {
         tuple(map(str, map(each.get, said))) for each in theirs

@@ -272,15 +272,16 @@ class Program:
         connecting.close()
         return {"connected": connected}
 
-    def events(self, medium: str, count: int) -> Answer:
-        """Wait for so many events of a medium: each one's type, hashes, parent, tokens and group."""
+    def events(self, medium: str, count: int, pause_ms: int = 30_000) -> Answer:
+        """Wait for so many events of a medium, or until none has come for so long: each one's type, hashes, parent,
+        tokens and group."""
         import msgspec
         from vllm.distributed import kv_events
 
         kinds = kv_events.BlockStored | kv_events.BlockRemoved | kv_events.AllBlocksCleared
         batches = msgspec.msgpack.Decoder(list[Any])
         found: list[Answer] = []
-        while len(found) < count and self._subscriber.poll(30_000):
+        while len(found) < count and self._subscriber.poll(pause_ms):
             for raw in batches.decode(self._subscriber.recv_multipart()[-1])[1]:
                 event: Any = msgspec.convert(raw, kinds)
                 if getattr(event, "medium", None) == medium:
