@@ -2,9 +2,9 @@
 
 To import kvredis takes a server half a second of a processor, several times what all the rest of its start takes, and
 tests start hundreds. So each of pytest's processes has a fork server, as multiprocessing has, which has imported what a
-server or a proxy needs and becomes a copy of itself that runs the program; a copy has the arguments, environment, working folder
-and standard streams that it would have alone, and is the child of the test's own process. Where to import matters, a
-test starts a program by subprocess.Popen (tests/cli/serve/test_serve.py).
+server or a proxy needs and becomes a copy of itself that runs the program; a copy has the arguments, environment,
+working folder and standard streams that it would have alone, and is the child of the test's own process. Where to
+import matters, a test starts a program by subprocess.Popen (tests/cli/serve/test_serve.py).
 """
 
 import atexit

@@ -86,8 +86,8 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
 
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
-    """vLLM in a process that the files of ONE_PROCESS (tests/conftest.py) share; whoever asks opens an engine of their
-    own in it."""
+    """vLLM in a process that the files of ONE_PROCESS (tests/conftest.py) share: each test opens an engine of its own
+    in it."""
     process = VLLMProcess(site(), tmp_path_factory.mktemp("vllm") / "log")
     yield process
     process.stop()
