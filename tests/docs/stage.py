@@ -6,6 +6,7 @@ of an earlier one at the same address. Where the kernel lets us have no network 
 place of those that the page names.
 """
 
+import ctypes
 import os
 import re
 import shutil
@@ -13,14 +14,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from tests.docs.blocks import ROOT, Block, exchanges
+from tests.fork_server import PR_SET_CHILD_SUBREAPER
 
 PAGE_S = 300
 """A bound on one page. Most take a few seconds, those that load torch eight on an idle core."""
@@ -118,18 +121,44 @@ def play(blocks: list[Block], folder: Path) -> Outcome:
         text=True,
         start_new_session=True,  # a group of its own, which is ended as a whole
     )
-    try:
-        output, _ = process.communicate(timeout=PAGE_S)
-    except subprocess.TimeoutExpired:
-        output = f"not done after {PAGE_S} s"
-    finally:
-        _end(process)
+    with _adopted(process.pid):
+        try:
+            output, _ = process.communicate(timeout=PAGE_S)
+        except subprocess.TimeoutExpired:
+            output = f"not done after {PAGE_S} s"
+        finally:
+            _end(process)
     told = {}
     for place, path in answers.items():
         if path.exists():  # else the script has ended before it
             text, _, status = path.read_text(encoding="utf-8", errors="replace").rpartition("\n::status ")
             told[place] = (int(status or -1), text)
     return Outcome(process.returncode, output, told, rewrites)
+
+
+@contextmanager
+def _adopted(group: int) -> Iterator[None]:
+    """Be the parent of servers that a page's script leaves, so that one that ends is gone at once: a machine's first
+    process may look for such once in two seconds, and a page waits for each server that it ends."""
+    kernel, over = ctypes.CDLL(None, use_errno=True), threading.Event()
+
+    def bury() -> None:
+        while not over.wait(POLL_S):
+            with suppress(ChildProcessError):
+                while ended := os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    if ended.si_pid == group:  # the script itself, for which another thread waits
+                        break
+                    os.waitpid(ended.si_pid, 0)
+
+    burying = threading.Thread(target=bury)
+    assert kernel.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    burying.start()
+    try:
+        yield
+    finally:
+        over.set()
+        burying.join()
+        kernel.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
