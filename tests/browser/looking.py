@@ -4,6 +4,8 @@ from tests.browser.chromium import Browser
 from tests.browser.served import Served
 
 POINTS = "return points.length"
+ASK = "askArena()"
+"""Has the page ask for its map at once, and not four seconds after the last time."""
 PIXELS = "return document.querySelector('#map canvas').toDataURL()"
 
 

@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser.chromium import Browser
-from tests.browser.looking import PIXELS, captioned, chunk, map_point, polled
+from tests.browser.looking import ASK, PIXELS, captioned, chunk, map_point, polled
 from tests.browser.served import CHUNK_TOKENS, HOSTILE_KEYS, HOSTILE_NAME, PASSWORD, PROMPTS, Served
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -87,11 +87,11 @@ def test_what_is_held_by_a_reader_is_drawn_so(browser: Browser, served: Served) 
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", served.port))
         reader.sendall(f"AUTH {PASSWORD}\r\n".encode() + f"GET {key}\r\n".encode() * 20)  # and takes no answer
-        browser.until(lambda: browser.run("return map.leased.some((percent) => percent === 100)"))
+        browser.until(lambda: browser.run(f"{ASK}; return map.leased.some((percent) => percent === 100)"))
         assert browser.run(PIXELS) != before
         cell = browser.run("return map.leased.indexOf(100)")
         assert "100 % held by readers" in browser.run("return describe(arguments[0])", cell)
-    browser.until(lambda: not browser.run("return map.leased.some((percent) => percent > 0)"))
+    browser.until(lambda: not browser.run(f"{ASK}; return map.leased.some((percent) => percent > 0)"))
 
 
 def test_a_search_by_prefix_lists_keys_and_a_key_its_facts(browser: Browser, served: Served) -> None:
@@ -130,7 +130,7 @@ def test_prompts_that_look_alike_keep_a_row_each(browser: Browser, served: Serve
         for key in alike:
             client.set(key, b"x" * 20_000)
         try:
-            browser.until(lambda: browser.run(rows) == 2)
+            browser.until(lambda: browser.run(f"{ASK}; {rows}") == 2)
             browser.run("for (let n = 0; n < 3; n += 1) showPrompts(prompts)")
             assert browser.run(rows) == 2
         finally:
