@@ -34,12 +34,23 @@ SEEDS = 1
 EAGER_BYTES_MIN = 1000
 """How much of a value has to be missing for a thread to receive it, where `threads` are many."""
 
-LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "bench/", "cli/", "docs/", "browser/")
+LONGEST = (
+    "compat/test_vllm_real",
+    "compat/test_vllm_",
+    "compat/test_sglang",
+    "compat/",
+    "faults/",
+    "bench/",
+    "cli/",
+    "docs/",
+    "browser/",
+)
 """What takes longest comes first, in this order, so that the processes that share the tests end together."""
 
 
 ONE_PROCESS = ("tests/compat/test_vllm_real.py", "tests/compat/test_vllm_hybrid.py")
-"""Files that the same process takes, one after the other: they share a vLLM, which takes half a minute to start."""
+"""Files that the same process takes, in this order: they share a vLLM, which takes half a minute to start. What models
+of the second one import gives the root logger a handler; before that our own lines go where vLLM's do."""
 
 
 MEASURED_EXIT_S = 300
