@@ -55,6 +55,15 @@ class Forked(subprocess.Popen[AnyStr]):
         self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
 
 
+class Lean(Forked[AnyStr]):
+    """A server that a part of the product starts, which asks it to touch its memory before: a second of a processor for
+    a gigabyte, of which a test uses a few megabytes."""
+
+    def __init__(self, args: list[str], **options: Any) -> None:
+        own: list[str] = ["--no-prefault"] if "serve" in args and args[0] == sys.executable else []
+        super().__init__([*args, *own], **options)
+
+
 class ForkServer:
     """The test's end of a fork server."""
 

@@ -4,12 +4,15 @@ tests/compat has real ones."""
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.fork_server import Lean
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 
@@ -100,6 +103,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     fake = tmp_path / "engine.py"
     fake.write_text(FAKE)
     monkeypatch.setattr(module, "ENGINE", fake)
+    lean = SimpleNamespace(**vars(subprocess) | {"Popen": Lean})
+    monkeypatch.setattr(sys.modules["gpu_check_scenarios"], "subprocess", lean)
     return module
 
 

@@ -358,7 +358,7 @@ class KvredisCluster(Topology):
         return [self._node(number, port) for number, port in enumerate(ports)]
 
     def _node(self, number: int, port: int) -> Node:
-        command = [sys.executable, "-m", "kvredis", "serve", "--bind", HOST, "--hugepages", "off"]
+        command = [sys.executable, "-m", "kvredis", "serve", "--bind", HOST, "--hugepages", "off", "--no-prefault"]
         command += ["--max-local-cpu-size", "64MB", "--loglevel", "warning"]
         command += ["--cluster-topology", str(self.topology_file), "--cluster-node", f"node-{number}"]
         command += ["--requirepass", self.password] if self.password else []

@@ -8,13 +8,13 @@ import pytest
 
 from kvredis.bench.core import servers
 from tests.bench.fake_server import FakePeer
-from tests.fork_server import Forked
+from tests.fork_server import Lean
 
 
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of this kvredis are forked."""
-    monkeypatch.setattr(servers, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
+    """Those of this kvredis are forked, and touch none of their gigabyte before it is used."""
+    monkeypatch.setattr(servers, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Lean}))
 
 
 @pytest.fixture

@@ -36,7 +36,8 @@ class Served:
     def __init__(self, folder: Path, metrics_port: int = 0) -> None:
         self.folder = folder
         flags = ["--port", "0", "--metrics-port", str(metrics_port or "free"), "--requirepass", PASSWORD]
-        flags += ["--max-local-cpu-size", "24MB", "--hugepages", "off", "--unixsocket", str(folder / "kvredis.sock")]
+        flags += ["--max-local-cpu-size", "24MB", "--hugepages", "off", "--no-prefault"]
+        flags += ["--unixsocket", str(folder / "kvredis.sock")]
         flags += ["--local-disk", str(folder / "disk"), "--max-local-disk-size", "256MB"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvredis", "serve", *flags],

@@ -167,7 +167,7 @@ def served(kind: Kind, *flags: str, password: str = "") -> Iterator[Node]:
 
         def kvredis(port: int) -> list[str]:
             command = [sys.executable, "-m", "kvredis", "serve", "--bind", HOST, "--port", str(port)]
-            command += ["--max-local-cpu-size", "32MB", "--hugepages", "off", "--loglevel", "warning"]
+            command += ["--max-local-cpu-size", "32MB", "--hugepages", "off", "--no-prefault", "--loglevel", "warning"]
             return [*command, *(("--requirepass", password) if password else ())]
 
         with with_free_ports(make, 1) as (node,):

@@ -25,7 +25,7 @@ TOKENS = list(range(64 * 8 + 20))
 @pytest.fixture
 def server() -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """URL and process of a `kvredis serve` on a free port."""
-    command = [sys.executable, "-m", "kvredis", "serve", "--port", "0", "--max-local-cpu-size", "32MB"]
+    command = [sys.executable, "-m", "kvredis", "serve", "--port", "0", "--max-local-cpu-size", "32MB", "--no-prefault"]
     env = {"PATH": os.environ["PATH"]}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:

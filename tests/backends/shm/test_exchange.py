@@ -105,7 +105,8 @@ def test_a_port_and_a_path_both_lead_to_the_lane_and_the_log_says_so_once(
 def test_a_server_without_a_unix_path_is_reached_by_an_abstract_socket(tmp_path: Path) -> None:
     def make(ports: list[int]) -> list[Node]:
         command = [sys.executable, "-m", "kvredis", "serve", "--bind", HOST, "--port", str(ports[0])]
-        return [Node([*command, "--max-local-cpu-size", "32MB", "--hugepages", "off"], ports[0], tmp_path)]
+        command += ["--max-local-cpu-size", "32MB", "--hugepages", "off", "--no-prefault"]
+        return [Node(command, ports[0], tmp_path)]
 
     with with_free_ports(make, 1) as (node,):
         url = node.url.replace("redis://", "kvredis://")
