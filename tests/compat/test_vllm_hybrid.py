@@ -29,8 +29,9 @@ FIRST, SECOND = ([3 + (at * 7919 + seed * 104729) % 1000 for at in range(500)] f
 
 
 @pytest.fixture(scope="module")
-def engine(vllm: VLLMProcess) -> VLLMProcess:
-    return vllm
+def engine(vllm: VLLMProcess) -> Iterator[VLLMProcess]:
+    yield vllm
+    vllm.ask("close")  # its threads would look for work until all tests have ended
 
 
 @pytest.fixture(scope="module")

@@ -42,9 +42,10 @@ WAIT_S = 60
 
 
 @pytest.fixture(scope="module")
-def first(vllm: VLLMProcess) -> VLLMProcess:
+def first(vllm: VLLMProcess) -> Iterator[VLLMProcess]:
     """The process that all tests have; some have a second one."""
-    return vllm
+    yield vllm
+    vllm.ask("close")
 
 
 @pytest.fixture(scope="module")
