@@ -7,7 +7,7 @@ The thread that runs this waits, and copies nothing: what has come is a part, wh
 from collections.abc import Callable
 from time import monotonic
 
-from .jobs import JobState, MoverContext, MoverTask
+from .jobs import ChunkMove, JobState, MoverContext, MoverTask
 from .load import touch_loaded
 
 WAIT_SLICE_S = 0.5
@@ -15,21 +15,33 @@ WAIT_SLICE_S = 0.5
 
 
 class AwaitedLoad(MoverTask):
-    """Waits for a job's moves, head first, and has `load` load those that have come. Ends with the last one, or where
-    the next is not announced by another engine, does not come in `waits_s`, or a part could not be loaded."""
+    """Waits for a job's moves, head first, and has `load` load those that have come, as a part; those that come before
+    it is begun `join` it. Ends with the last one, or where the next is not announced by another engine, does not come
+    in `waits_s`, or a part could not be loaded."""
 
-    def __init__(self, context: MoverContext, job: JobState, waits_s: float, load: Callable[[JobState], None]) -> None:
+    def __init__(
+        self,
+        context: MoverContext,
+        job: JobState,
+        waits_s: float,
+        load: Callable[[JobState], None],
+        join: Callable[[JobState, list[ChunkMove]], bool],
+    ) -> None:
         super().__init__(context, [job])
         self._job = job
         self._waits_s = waits_s
         self._load = load
+        self._join = join
 
     def run(self) -> None:
         """Wait. Takes no turn of the bandwidth's, which its parts take."""
-        job, at = self._job, 0
+        job, at, part = self._job, 0, None
         keys = [move.key for move in job.moves]
         while at < len(keys) and (come := self._come(keys[at:])):
-            self._load(JobState(job.request, job.moves[at : at + come], part_of=job))
+            moves = job.moves[at : at + come]
+            if part is None or not self._join(part, moves):
+                part = JobState(job.request, moves, part_of=job)
+                self._load(part)
             at += come
 
     def clean_up(self) -> None:

@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 AWAITED_MAX = 16
 """Loads that wait for what another engine stores, side by side: each has a thread, and a connection."""
-PARTS_AHEAD = 1
-"""Parts of an awaited load that are under way, or wait, while the next one gathers."""
 STAND_BACK_S = 0.03
 """An engine that has waited for a load computes next, at first in Python: what is left of the load, a line in the log
 and a question to the backend, holds it up for as long as it takes. By then its GPU has all that it is to do."""
@@ -95,7 +93,7 @@ class ChunkMover:
             return
         if job.waits_s:
             state.is_sent = True
-            load = AwaitedLoad(self._context, state, job.waits_s, partial(self._load_part, after))
+            load = AwaitedLoad(self._context, state, job.waits_s, partial(self._load_part, after), self._join_part)
             self._submit(self._awaiter, load)
         else:
             self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
@@ -229,16 +227,22 @@ class ChunkMover:
         return state
 
     def _load_part(self, after: torch.cuda.Event | None, part: JobState) -> None:
-        """Load chunks of a larger load, which have come. Returns when one part at most has not been loaded: what comes
-        meanwhile is one part, since each takes a millisecond besides its bytes."""
+        """Load chunks of a larger load, which have come. What comes before they are begun joins them (_join_part)."""
         whole = part.part_of
         assert whole is not None
         with self._changed:
             whole.parts += 1
             self._jobs.setdefault(part.request, []).append(part)
         self._submit(self._loader, ChunkLoad(self._context, part, after, self._begin_following))
+
+    def _join_part(self, part: JobState, moves: list[ChunkMove]) -> bool:
+        """Add what has come behind a part to it, unless it has been begun: each takes a millisecond besides its
+        bytes."""
         with self._changed:
-            self._changed.wait_for(lambda: whole.parts <= PARTS_AHEAD)
+            if part.started or part.over:
+                return False
+            part.moves += moves
+            return True
 
     def _await(self, task: AwaitedLoad) -> int:
         """A load whose chunks come while it runs; raises nothing."""
