@@ -182,7 +182,7 @@ def add_disk(store: Store, options: StoreOptions) -> str:
     recovered = f"{disk.stats.recovered} blocks ({gib(disk.live_bytes)}) recovered"
     store.add_disk(disk, io_threads=options.io_threads, spill_wait_s=options.spill_wait_s, keep=options.keep)
     return (
-        f"Disk tier: {options.disk.directory}, {gib(options.disk.limit_bytes)} in segments of "
+        f"Disk tier: {options.disk.directory}, {gib(disk.limit_bytes)} in segments of "
         f"{gib(disk.geometry.segment_bytes)}, {'O_DIRECT' if disk.direct else f'buffered: {disk.fallback}'}, "
         f"{recovered}, {time.monotonic() - started_s:.3f} s"
     )

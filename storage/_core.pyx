@@ -204,7 +204,7 @@ cdef class Holes:
 
     def __init__(self, Py_ssize_t capacity_bytes):
         if capacity_bytes // GRAIN > HALF:
-            raise ValueError(f"an arena has at most {HALF * GRAIN} bytes, not {capacity_bytes}")
+            raise ValueError(f"an arena has at most {<Py_ssize_t> HALF * GRAIN} bytes, not {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
         self.free_bytes = self.count = self.room = 0
 

@@ -14,7 +14,7 @@ import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
@@ -28,6 +28,9 @@ from .segment import SEGMENTS_MAX, Geometry, Record, default_segment_bytes, geom
 
 log = logging.getLogger(__name__)
 
+LIMIT_BYTES_MAX = (1 << 44) - (1 << 30)
+"""Of a disk tier: 16 TiB less a GiB. Where its free room begins, and how long it is, are numbers of 32 bits, of 4 KiB
+each (storage/_core.pyx, Holes); the GiB is more than lies between the segments."""
 LOCK_NAME = "lock"
 RECORDS_MAX = 4 * 1024 * 1024
 _KEPT_SEGMENTS_MAX = 4 * SEGMENTS_MAX
@@ -84,6 +87,9 @@ def open_directory(options: DiskOptions, files: Files, now_ms: int) -> Opened:
     if options.limit_bytes < GRAIN_BYTES:
         reason = f"less than {GRAIN_BYTES} bytes hold nothing"
         raise ConfigError("max_local_disk_size", options.limit_bytes, options.source, reason)
+    if options.limit_bytes > LIMIT_BYTES_MAX:
+        log.warning("Disk tier: it has 16 TiB at most, and uses no more of the %d bytes given", options.limit_bytes)
+        options = replace(options, limit_bytes=LIMIT_BYTES_MAX)
     with _no_collection(), ExitStack() as undo:
         try:
             opened = _open(options, files, undo)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.disk.recovery import LIMIT_BYTES_MAX
 from kvredis.storage.disk.segment import HEADER_BYTES, Record
 from kvredis.storage.disk.state import LOOK_RECORDS_MAX
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
@@ -46,6 +47,16 @@ def test_a_disk_that_is_written_three_times_over_never_takes_more_than_its_limit
             assert taken_bytes(tmp_path) <= limit_bytes + chunk_bytes
         assert disk.stats.evicted > 0
     assert taken_bytes(tmp_path) > limit_bytes // 2
+
+
+@pytest.mark.parametrize("limit_bytes", [LIMIT_BYTES_MAX + 1, 20 << 40, 100_000 << 40])
+def test_a_disk_that_is_larger_than_a_tier_can_be_is_used_as_far_as_it_can(
+    tmp_path: Path, limit_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # a new directory, and one that is there
+        with closing(DiskTier.open(DiskOptions(tmp_path, limit_bytes, direct=False))) as disk:
+            assert 0.99 * LIMIT_BYTES_MAX < disk.limit_bytes <= LIMIT_BYTES_MAX
+    assert f"no more of the {limit_bytes} bytes given" in caplog.text
 
 
 @pytest.fixture

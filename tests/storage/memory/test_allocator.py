@@ -314,3 +314,17 @@ def test_all_windows_of_a_walk_can_be_had_together(seed: int) -> None:
         allocator.free(block.extent)  # which fails for one that is named twice
     assert all(allocator.allocate(4 * GRAIN_BYTES) for _ in found)
     allocator.check_integrity()
+
+
+def test_the_largest_arena_is_handed_out_to_its_last_grain_and_a_larger_one_is_refused_by_its_size() -> None:
+    most = 2**32 - 1
+    allocator = Allocator(most * GRAIN_BYTES)
+    assert allocator.allocate((most - 2) * GRAIN_BYTES) == grains(0, most - 2)
+    assert [allocator.allocate(GRAIN_BYTES) for _ in range(3)] == [grains(most - 2, 1), grains(most - 1, 1), None]
+    allocator.free(grains(0, most - 2))
+    allocator.free(grains(most - 1, 1))
+    assert allocator.holes() == [grains(0, most - 2), grains(most - 1, 1)]
+    allocator.free(grains(most - 2, 1))
+    assert allocator.holes() == [grains(0, most)]
+    with pytest.raises(ValueError, match=f"at most {most * GRAIN_BYTES} bytes, not {(most + 1) * GRAIN_BYTES}"):
+        Allocator((most + 1) * GRAIN_BYTES)
