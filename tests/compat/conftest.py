@@ -33,18 +33,8 @@ def start_kvredis(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], Run
     """Start `kvredis serve` on a free port and a socket in `folder`, and wait until it says that it is ready. However
     many processors there are, one thread sends: with more of them HELLO says what Redis does not."""
     path = str(folder / "kvredis.sock")
-    common = (
-        "--port",
-        "0",
-        "--unixsocket",
-        path,
-        "--max-local-cpu-size",
-        "64MB",
-        "--hugepages",
-        "off",
-        "--no-prefault",
-    )
-    flags = (*common, "--io-threads", "1", *flags)
+    common = ("--port", "0", "--unixsocket", path, "--max-local-cpu-size", "64MB", "--hugepages", "off")
+    flags = (*common, "--no-prefault", "--io-threads", "1", *flags)
     process = Forked(
         [sys.executable, "-c", SERVE, "serve", *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -269,7 +269,7 @@ class Counters:
 
 @dataclass(slots=True)
 class LastLease:
-    """What a mover's loads have found of late; the loading thread's."""
+    """What a mover's loads have found of late. The thread that loads alone reads and writes it."""
 
     is_on_gpu: bool = False
     """Whether the chunk that was leased last is in a server's GPU memory. The next one is likely to be there, too."""

@@ -154,7 +154,6 @@ class ChunkLoad(MoverTask):
         self._piece_bytes = context.piece_bytes  # the first is waited for; asking for those behind it is to cost little
         self._under_way: deque[tuple[list[LeasedChunk], Moving]] = deque()
         self._under_way_bytes = 0
-        self._last_lease = context.last_lease
         self._gap = False
         """Whether a chunk has not come: what is behind it is of no use."""
         self._is_sent = False
@@ -216,7 +215,7 @@ class ChunkLoad(MoverTask):
 
     def _lease(self, leases: Iterator[Lease | None]) -> None:
         """Lease the next chunk; behind one that is on a GPU several, since their heads are waited for."""
-        last = self._last_lease
+        last = self._context.last_lease
         together = min(HEADS_GROW * self._leased or HEADS_FIRST, HEADS_TOGETHER) if last.is_on_gpu else 1
         count = min(together, len(self._job.moves) - self._leased)
         began_s = time.perf_counter()
@@ -272,7 +271,7 @@ class ChunkLoad(MoverTask):
             return False
         if self._next_bytes >= self._piece_bytes and not is_last:
             self._send()
-            if not self._last_lease.is_on_gpu:
+            if not self._context.last_lease.is_on_gpu:
                 self._piece_bytes = min(2 * self._piece_bytes, self._context.piece_bytes_max)
             while self._under_way and not self._gap and ((self._waits and self._is_full) or self._is_known):
                 self._settle()

@@ -259,7 +259,8 @@ class ChunkMover:
         seconds = time.monotonic() - began_s
         self._awaiter.stand_back(STAND_BACK_S)
         log_speed(logger, "Retrieved", job.tokens, job.nbytes, seconds, job.request)
-        error = error or self._error_of(task.clean_up)
+        later_error = self._error_of(task.clean_up)
+        error = error or later_error
         if error is not None:
             self.counters.add(errors=1)
             logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)

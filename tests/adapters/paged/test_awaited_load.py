@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -106,7 +107,7 @@ def test_chunks_that_come_while_others_are_loaded_are_loaded_together(
         assert gate.began.wait(WAIT_S)
         for move, behind in pairwise(two.stored[1:]):
             two.store([move])
-            wait_until(lambda behind=behind: behind.key in asked, "the question for the next one")  # type: ignore[misc]
+            wait_until(partial(asked.__contains__, behind.key), "the question for the next one")
         gate.open.set()
         two.store(two.stored[5:])
         two.is_over(come=6)
@@ -124,6 +125,23 @@ def test_all_that_has_come_is_used_once_when_the_load_is_over(two: Two, monkeypa
         assert touched == [] or at == 4
     wait_until(lambda: bool(touched), "a touch")
     assert touched == [[move.key for move in two.moves]]
+
+
+def test_what_has_come_is_used_also_where_the_next_one_cannot_be_asked_for(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[list[bytes]] = []
+    monkeypatch.setattr(two.ours, "touch", lambda keys: touched.append(list(keys)))
+
+    def broken(keys: Sequence[bytes], within_s: float) -> int:
+        raise OSError("no answer")
+
+    monkeypatch.setattr(two.ours, "wait_for", broken)
+    two.store(two.stored[:2])
+    two.load()
+    two.is_over(come=2)
+    wait_until(lambda: two.mover.stats()["errors"] == 1, "the error")
+    assert touched == [[move.key for move in two.moves[:2]]]
 
 
 def test_a_chunk_that_is_there_behind_one_that_is_not_waits_for_it(two: Two) -> None:

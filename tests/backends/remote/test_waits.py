@@ -107,10 +107,10 @@ def test_what_is_on_its_way_out_needs_no_time(fake: FakeServer, shelf: Shelf, co
 def test_a_hurry_is_over_with_its_load(fake: FakeServer, shop: Shop, connect: Connect) -> None:
     backend = connect(fake.url, timeout_s=PATIENT_S)
     shop.served_at_once = 2
-    for lease in backend.load(keys_of(2), within_s=1.0):
+    for lease in backend.load(keys_of(2), within_s=2.0):
         assert lease is not None
         lease.release()
-    shop.pause_s = 1.3
+    shop.pause_s = 2.5
     assert loaded(backend, keys_of(1)) == [content(b"block:0", LENGTH)]
     assert backend.stats()["losses"] == 0
 
@@ -118,8 +118,8 @@ def test_a_hurry_is_over_with_its_load(fake: FakeServer, shop: Shop, connect: Co
 def test_the_time_between_blocks_is_the_readers_own(fake: FakeServer, shop: Shop, connect: Connect) -> None:
     backend = connect(fake.url, timeout_s=PATIENT_S)
     shop.open.set()
-    for lease in backend.load(keys_of(4), within_s=1.0):
-        threading.Event().wait(0.5)
+    for lease in backend.load(keys_of(4), within_s=2.0):
+        threading.Event().wait(1.0)
         assert lease is not None
         lease.release()
 

@@ -70,15 +70,8 @@ def command_of(kind: str, folder: Path, port: int, papers: Papers) -> list[str]:
     if kind == "redis":
         return [*redis_command(folder, port, "", papers), "--bind", HOST, OTHER_HOST]
     command = [sys.executable, "-m", "kvredis", "serve", "--bind", HOST, "--hugepages", "off", "--port", "none"]
-    command += [
-        "--max-local-cpu-size",
-        "64MB",
-        "--no-prefault",
-        "--tls-port",
-        str(port),
-        "--tls-ca-cert-file",
-        papers.path("ca"),
-    ]
+    command += ["--max-local-cpu-size", "64MB", "--no-prefault"]
+    command += ["--tls-port", str(port), "--tls-ca-cert-file", papers.path("ca")]
     command += ["--tls-cert-file", papers.path("server"), "--tls-key-file", papers.path("server_key")]
     return [*command, "--tls-auth-clients", "no"]
 

@@ -9,7 +9,6 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends.remote import health
 from kvredis.backends.tiered import staging
 from kvredis.backends.tiered.backend import LayeredBackend
 from tests.backends.conftest import ServerProcess, StartServer
@@ -29,12 +28,6 @@ PATIENCE_S = 20
 def server(request: pytest.FixtureRequest, server_of: StartServer) -> ServerProcess:
     """A server of the test's own, which it may kill, stop and start again."""
     return server_of(request.param)
-
-
-@pytest.fixture(autouse=True)
-def unfair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that has hung is asked again as soon as one that is gone, and not four timeouts later."""
-    monkeypatch.setattr(health, "FAIRNESS", 0)
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ class RingWay:
         elif self._ring[0].buffer.nbytes < self._nbytes:
             self._lengthen()
         if self._is_linked:
-            self._part_sums()
+            self._separate_sums()
 
     def _lengthen(self) -> None:
         """Take longer buffers; where the GPU has no memory for them, those that are there do."""
@@ -241,10 +241,10 @@ class RingWay:
         for slot, (buffer, scratch) in zip(self._ring, made, strict=True):
             slot.buffer, slot.scratch, slot.free, slot.summed = buffer, scratch, None, None
 
-    def _part_sums(self) -> None:
+    def _separate_sums(self) -> None:
         """Give each buffer a stream of its own for its checksums: those of 256 MiB take 1.2 to 1.8 ms beside copies
-        over NVLink, and the copies 0.7. 60 chunks of 32 MiB were stored in 8.4 ms by one stream, and in 5.8 by two,
-        when nothing waits but for the link (two H200s, behind 400 ms of matrix products, medians of 5)."""
+        over NVLink, and the copies 0.7. 60 chunks of 32 MiB were stored in 8.4 ms by one stream and in 5.8 by two,
+        which is what the link takes (two H200s, behind 400 ms of matrix products, medians of 5)."""
         first, *others = self._ring
         for slot in others:
             if slot.sums is not None and slot.sums is first.sums:
@@ -350,8 +350,8 @@ class RingWay:
 
     def _made_slots(self) -> Iterator[Slot]:
         """A load's buffers have a stream each for their checksums, of which the last is waited for. A store's share one
-        until its far end is a GPU (_part_sums): with more a process that loads as well has as many streams with kernels
-        as there are queues for them (streams.py)."""
+        until its far end is a GPU (_separate_sums): with more a process that loads as well has as many streams with
+        kernels as there are queues for them (streams.py)."""
         stream = None
         for _ in range(self._tuning.slots):
             slot = Slot(self._device.buffer(self._nbytes), self._device.stream())
