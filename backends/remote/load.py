@@ -115,7 +115,7 @@ class Stream:
 
     def _pipeline_on(self, connection: Connection, keys: Sequence[bytes]) -> GetPipeline:
         if keys and isinstance(connection, AttachedConnection):
-            return LeasePipeline(connection, keys, keep=self._keep)
+            return LeasePipeline(connection, keys, keep=self._keep, next_bytes=self.node.leased_bytes)
         return GetPipeline(connection, keys)
 
     def ask(self, ahead: int, patience: Patience) -> None:
@@ -198,6 +198,8 @@ class Stream:
             self._drop_coming()
             for pipeline in self.pipelines:
                 pipeline.settle(max(until_s - time.monotonic(), 0.0))
+                if isinstance(pipeline, LeasePipeline):
+                    self.node.leased_bytes = pipeline.next_bytes
                 pipeline.connection.set_timeout(self.node.link.timeout_s)
         except BaseException:
             self.give_up(None)

@@ -50,10 +50,13 @@ class Node:
         self.connections = connections or CONNECTIONS_DEFAULT
         self.body_bytes, self.pace_s = 0, math.inf
         """How long the last body of a load was, and how many seconds one took."""
+        self.leased_bytes = -1
+        """What the last load by leases has left (LeasePipeline.next_bytes): the next one may borrow another
+        connection."""
         self._is_asked_for = connections is not None
         self._processors = len(os.sched_getaffinity(0))
         self._load_connections_max = self.connections  # as many as a load has used
-        self._store_connections_max = self.connections  # as many as a sender may have used
+        self._store_connections_max = self.connections  # as many as a sender has used
         self._lock = threading.RLock()  # reentrant: a collected generator may bring its connections back anywhere
         self._came_back = threading.Condition(self._lock)
         self._home = Home()
@@ -162,9 +165,12 @@ class Node:
         return 1 if connection.is_loopback and connection.io_threads < 2 else self.connections
 
     def store_connections_with(self, connection: Connection) -> int:
-        """How many connections a sender uses by one thread, `connection` being the first of them."""
+        """How many connections a sender uses by one thread, `connection` being the first of them; as many stay open
+        from now on."""
         if isinstance(connection, AttachedConnection) and not self._is_asked_for:
-            return max(self.connections, min(connection.io_threads, STORE_CONNECTIONS_MAX))
+            count = max(self.connections, min(connection.io_threads, STORE_CONNECTIONS_MAX))
+            self._store_connections_max = max(self._store_connections_max, count)
+            return count
         return 1 if self.store_threads_with(connection) > 1 else self.connections
 
     def store_threads_with(self, connection: Connection) -> int:

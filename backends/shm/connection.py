@@ -80,7 +80,6 @@ class AttachedConnection(Connection):
         "_sending",
         "_side",
         "gpu_base",
-        "longest_bytes",
         "waits_for_disk",
     )
 
@@ -99,8 +98,6 @@ class AttachedConnection(Connection):
         self._ended: deque[int] = deque()  # addresses of leases that the server takes for held
         self._ended_bytes = self._out = 0
         self._released_bytes = RELEASED_BYTES
-        self.longest_bytes = -1
-        """Of the values that the last load has leased, and most likely of the next one's; -1: there was none."""
         self.waits_for_disk = True
         """Whether an answer to KV.LEASE may wait for the server's disk, and for room; it need not say."""
 

@@ -43,17 +43,22 @@ KEY_OVERHEAD_BYTES: Final = 16
 class LeasePipeline(GetPipeline):
     """As GetPipeline. `take` gives a lease, or with `keep` copies the value into the reader's room."""
 
-    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_longest", "_most", "_together")
+    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_longest", "_most", "_together", "next_bytes")
 
-    def __init__(self, connection: AttachedConnection, keys: Iterable[bytes], *, keep: bool) -> None:
+    def __init__(
+        self, connection: AttachedConnection, keys: Iterable[bytes], *, keep: bool, next_bytes: int = -1
+    ) -> None:
+        """`next_bytes` is what the load before left."""
         super().__init__(connection, keys)
+        self.next_bytes = next_bytes
+        """How long the longest of the next load's values most likely is; -1: no value was leased."""
         self._attached = connection
         self._keep = keep
         self._most = max(1, ASKED_BYTES // (max(map(len, self.unasked), default=0) + KEY_OVERHEAD_BYTES))
         self._ahead = self._together = 1
         self._longest = -1
-        if connection.longest_bytes >= 0:
-            self._expect(connection.longest_bytes)
+        if next_bytes >= 0:
+            self._expect(next_bytes)
         self._batches: deque[tuple[Sequence[bytes], float]] = deque()  # asked for: keys, and until when leases hold
         self._answers: deque[tuple[bytes, SharedLease | bytes | BackendError | None]] = deque()
 
@@ -89,7 +94,7 @@ class LeasePipeline(GetPipeline):
         value = memoryview(answer) if isinstance(answer, bytes) else answer.view
         if len(value) > self._longest:
             self._longest = len(value)
-            self._expect(max(self._longest, self._attached.longest_bytes))
+            self._expect(max(self._longest, self.next_bytes))
         if isinstance(answer, bytes):
             return self._keep_copy(value, allocate) if self._keep else RemoteLease(value, _end)
         return self._copied(answer, allocate) if self._keep else answer
@@ -124,7 +129,7 @@ class LeasePipeline(GetPipeline):
         self._answers.clear()
         if self._longest >= 0:
             # Not forgotten at once: short values now are no reason to ask for too many long ones next.
-            self._attached.longest_bytes = max(self._longest, self._attached.longest_bytes // 2)
+            self.next_bytes = max(self._longest, self.next_bytes // 2)
         self._attached.tell_ended()
 
     def _expect(self, length: int) -> None:

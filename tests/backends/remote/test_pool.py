@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvredis.backends.remote.health import Link
 from kvredis.backends.remote.pool import Node
 from kvredis.backends.resp.connection import Connection
 from kvredis.storage.errors import BackendError
-from tests.backends.conftest import EXIT_S, ROOT, Clock, ServerProcess
+from tests.backends.conftest import EXIT_S, ROOT, Clock, ServerProcess, start_server
 from tests.backends.fake_server import FakeServer, Leave, polite
 from tests.backends.verbs import content
 
@@ -134,6 +135,25 @@ def test_no_more_connections_stay_idle_than_a_load_and_what_is_stored_use(node: 
     node.bring_back(several)
     assert node.stats()["connections"] == 4
     assert [connection.usable for connection in several] == [True] * 4 + [False] * 2
+
+
+def test_a_load_behind_a_store_over_several_connections_opens_none(tmp_path: Path) -> None:
+    server = start_server("kvredis", tmp_path, "--io-threads", "4")
+    node = Node(Link(parse_url(server.url.replace("unix://", "kvredis://")), PATIENT_S))
+    opened_by = []
+    for _ in range(3):
+        (first,) = node.borrow(1)
+        stores = [first, *node.borrow(node.store_connections_with(first) - 1)]
+        load = node.borrow(1)
+        assert (len(stores), node.load_connections_with(load[0])) == (4, 1)
+        node.bring_back(load)
+        node.bring_back(stores)  # the thread that stores has lingered, and ended
+        stats = node.pipeline([(b"INFO", b"stats")])[0]
+        assert isinstance(stats, bytes)
+        opened_by.append(stats.partition(b"total_connections_received:")[2].split()[0])
+    assert opened_by == opened_by[:1] * 3
+    node.close()
+    server.kill()
 
 
 # What a client needs to read many blocks one after the other: memory for fewer than two of them.

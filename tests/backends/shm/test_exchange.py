@@ -275,6 +275,24 @@ def test_a_block_too_large_to_be_leased_comes_over_the_socket(lane: Open) -> Non
     assert int(backend.stats()["bytes_in"]) > 140 << 20
 
 
+def test_a_load_asks_by_one_command_as_the_last_one_has_learnt_to_on_whichever_connection(
+    lane: Open, server: ServerProcess
+) -> None:
+    def calls() -> int:
+        return int(ask(server, "INFO", "commandstats")["cmdstat_kv.lease"]["calls"])
+
+    backend, keys = lane(), keys_of(3)
+    store_blocks(backend, keys, 100_000)
+    assert None not in loaded(backend, keys)
+    with closing(backend.load(keys)) as elsewhere:
+        lease = next(elsewhere)
+        assert lease is not None
+        before = calls()
+        assert None not in loaded(backend, keys)
+        assert calls() == before + 1
+        lease.release()
+
+
 def test_what_waited_too_long_for_its_reader_is_leased_again(
     lane: Open, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,8 +65,7 @@ def test_a_block_that_may_not_be_leased_a_second_time_comes_over_the_socket(monk
 def test_leases_whose_answers_have_come_are_taken_without_a_word_as_long_as_nothing_is_to_be_asked() -> None:
     said = b"*4\r\n" + b"".join(b"*2\r\n:%d\r\n:4096\r\n" % (4096 * at) for at in range(3)) + b"$5\r\nshort\r\n"
     with told_by() as (connection, theirs):
-        connection.longest_bytes = 4096
-        lane = LeasePipeline(connection, [b"a", b"b", b"c", b"d"], keep=False)
+        lane = LeasePipeline(connection, [b"a", b"b", b"c", b"d"], keep=False, next_bytes=4096)
         assert lane.at_hand(b"a") is None, "nothing has been asked"
         lane.ask(4)
         theirs.sendall(said)
@@ -88,8 +87,7 @@ def test_leases_whose_answers_have_come_are_taken_without_a_word_as_long_as_noth
 def test_a_lease_that_is_over_or_longer_than_all_before_is_not_taken_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     said = b"*2\r\n*2\r\n:0\r\n:4096\r\n*2\r\n:4096\r\n:8192\r\n*1\r\n*2\r\n:0\r\n:4096\r\n"
     with told(said) as connection:
-        connection.longest_bytes = 4096
-        lane = LeasePipeline(connection, [b"a", b"b"], keep=False)
+        lane = LeasePipeline(connection, [b"a", b"b"], keep=False, next_bytes=4096)
         lane.ask(4)
         first = lane.take(lambda length: None)
         assert isinstance(first, SharedLease)
@@ -106,8 +104,7 @@ def test_a_lease_that_is_over_or_longer_than_all_before_is_not_taken_at_hand(mon
 
 def test_no_lease_is_at_hand_behind_a_connection_that_was_closed() -> None:
     with told(b"*2\r\n*2\r\n:0\r\n:4096\r\n*2\r\n:4096\r\n:4096\r\n") as connection:
-        connection.longest_bytes = 4096
-        lane = LeasePipeline(connection, [b"a", b"b"], keep=False)
+        lane = LeasePipeline(connection, [b"a", b"b"], keep=False, next_bytes=4096)
         lane.ask(4)
         first = lane.take(lambda length: None)
         assert isinstance(first, SharedLease)
@@ -149,8 +146,7 @@ def test_all_that_is_asked_for_one_block_takes_no_longer_than_one_answer_may(mon
 
 def test_long_keys_are_asked_for_in_as_many_turns_as_a_socket_takes_without_being_read() -> None:
     with told_by() as (connection, _):
-        connection.longest_bytes = 1
-        lane = LeasePipeline(connection, [b"%4000d" % number for number in range(1000)], keep=False)
+        lane = LeasePipeline(connection, [b"%4000d" % number for number in range(1000)], keep=False, next_bytes=1)
         lane.ask(1)  # raises if that waits for the server, which may be waiting for us to read
         assert 1 < lane.asked < 1000
 
@@ -170,14 +166,16 @@ def test_all_leases_of_a_load_are_asked_for_ahead_where_none_waits_for_a_disk(
 
 def test_one_load_of_short_values_does_not_make_the_next_ask_for_many_long_ones() -> None:
     with told(b"*1\r\n*2\r\n:0\r\n:4096\r\n" + b"*1\r\n*2\r\n:0\r\n:16\r\n") as connection:
+        next_bytes = -1
         for _ in range(2):
-            lane = LeasePipeline(connection, [b"k"], keep=False)
+            lane = LeasePipeline(connection, [b"k"], keep=False, next_bytes=next_bytes)
             lane.ask(1)
             lease = lane.take(lambda length: None)
             assert isinstance(lease, SharedLease)
             lease.release()
             lane.settle(1.0)
-        assert connection.longest_bytes == 2048
+            next_bytes = lane.next_bytes
+        assert next_bytes == 2048
 
 
 def places(answers: list[object]) -> list[tuple[int, int]]:
