@@ -193,18 +193,18 @@ class PagedWorker:
             if taken:
                 self._give_pages(name, taken)
 
-    def _compare(self, step: Step, *, gives_way: bool = False) -> Check | None:
+    def _compare(self, step: Step) -> Check | None:
         """Whether the weights are those of the step's keys; None where that is not asked. Once a step."""
         if self._compared_in is not step:
-            self._compared_in, self._check = step, self._compared(step, gives_way=gives_way)
+            self._compared_in, self._check = step, self._compared(step)
         return self._check
 
-    def _compared(self, step: Step, *, gives_way: bool) -> Check | None:
+    def _compared(self, step: Step) -> Check | None:
         if self.weights is None or not step.weights:
             return None
         try:
             digest = step.weights[self._rank]
-            return self.weights.begin(step.number, digest, is_full=step.check_weights, gives_way=gives_way)
+            return self.weights.begin(step.number, digest, is_full=step.check_weights)
         except Exception as error:
             logger.warning("The model's weights cannot be compared: nothing is loaded or stored: %s", error)
             self.mover.counters.add(errors=1)
@@ -244,8 +244,9 @@ class PagedWorker:
             self.mover.load(job, after)
         has_time = step.is_idle and not self._has_told
         if step.moves.loads:
-            is_sent = has_time and self.mover.wait_sent(HEAD_START_S)
-            check = self._compare(step, gives_way=step.is_idle and not is_sent)
+            if has_time:
+                self.mover.wait_sent(HEAD_START_S)
+            check = self._compare(step)
             if check is not None:
                 self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
         if has_time and self._waited_for:

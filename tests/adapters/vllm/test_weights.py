@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -168,6 +169,31 @@ def test_a_probe_looks_at_a_row_and_at_a_column_as_far_as_it_may(shape: tuple[in
     if len(shape) > 1:
         assert len(set(columns.tolist())) >= min(shape[-1], most // 2)
         assert len(set(rows.tolist())) >= min(made.numel() // shape[-1], most // 2)
+
+
+class Noticing(torch.nn.Parameter):
+    """A parameter as vLLM's are, which torch asks about whatever is done with it."""
+
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(str(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_comparing_weights_calls_no_parameter_s_own_code_and_sees_each_write() -> None:
+    model = torch.nn.Module()
+    model._parameters["w"] = weight = Noticing(torch.ones(64, 64), requires_grad=False)
+    watch = WeightsWatch(lambda: [model])
+    watch.look()
+    Noticing.asked.clear()
+    assert watch.begin(1, watch.digest).holds()
+    assert Noticing.asked == []
+    digest = watch.digest
+    weight.add_(1)
+    assert not watch.begin(2, digest).holds()
 
 
 def test_a_prober_keeps_no_model_alive_and_knows_another_one() -> None:

@@ -257,7 +257,7 @@ def test_a_page_is_watched_until_its_own_store_is_over_not_an_earlier_one_of_its
 class NotingWatch(WeightsWatch):
     """Weights that are what keys say; it notes how many loads have begun when it is asked."""
 
-    def begin(self, number: int, digest: str, *, is_full: bool = False, gives_way: bool = False) -> Check:
+    def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
         self.asked.append(self.worker.mover.stats()["loading_chunks"])
         return Check(self, number, None, holds=True)
 
@@ -300,7 +300,7 @@ def test_an_idle_engine_compares_weights_when_all_copies_of_a_load_are_asked_for
     assert halves.worker.mover.settle(WAIT_S)
 
     class Watch(NotingWatch):
-        def begin(self, number: int, digest: str, *, is_full: bool = False, gives_way: bool = False) -> Check:
+        def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
             asked_for.append(self.worker.mover.wait_sent(0))
             return Check(self, number, None, holds=True)
 
@@ -319,7 +319,7 @@ def test_weights_are_compared_behind_the_forward_pass_whose_kv_is_stored() -> No
     halves, seen = Halves(), list[str]()
 
     class Watch(NotingWatch):
-        def begin(self, number: int, digest: str, *, is_full: bool = False, gives_way: bool = False) -> Check:
+        def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
             seen.append("compared")
             return Check(self, number, None, holds=True)
 
