@@ -189,7 +189,7 @@ class JobState:
     lock, `moved` and what follows it belong to the thread that does the work, and the rest to the mover."""
 
     __slots__ = (
-        *("cancelled", "gone", "head_first", "is_load", "is_sent", "is_sound", "is_torn", "is_whole"),
+        *("cancelled", "gone", "head_first", "is_load", "is_sound", "is_torn", "is_whole"),
         *("moved", "moves", "nbytes", "over", "part_of", "parts", "present", "reading"),
         *("request", "seconds", "started", "tokens", "total"),
     )
@@ -219,9 +219,6 @@ class JobState:
         self.seconds = 0.0
         """How long it took, once it is over; 0 where it was not begun."""
         self.part_of = part_of
-        self.is_sent = False
-        """Of a load, whether its thread needs the interpreter no more than now and then: all copies are asked for, or
-        what is to be copied has not come. Under the context's lock."""
         self.parts = 0
         """Of a load in parts, how many are not over; each counts as this one's when it is."""
         self.is_torn = False

@@ -185,9 +185,6 @@ class ChunkLoad(MoverTask):
                 raise self._failure
             while not self._is_sent:
                 self._take()
-            with self._context.changed:
-                self._job.is_sent = True
-                self._context.changed.notify_all()
             while self._under_way and not self._gap:
                 if self._has_time:
                     self._meanwhile(self._context.options.window_bytes - self._under_way_bytes)

@@ -92,7 +92,6 @@ class ChunkMover:
         if not self._admit(state):
             return
         if job.waits_s:
-            state.is_sent = True
             load = AwaitedLoad(self._context, state, job.waits_s, partial(self._load_part, after), self._join_part)
             self._submit(self._awaiter, load)
         else:
@@ -116,15 +115,6 @@ class ChunkMover:
         """Wait until `finished` has a load to tell of or none is under way, at most so long; say whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._finished.loaded) or not self._chunks[True], timeout_s)
-
-    def wait_sent(self, timeout_s: float) -> bool:
-        """Wait until all copies of the loads under way have been asked for, at most so long; say whether that is so."""
-
-        def are_sent() -> bool:
-            return all(job.is_sent for jobs in self._jobs.values() for job in jobs if job.is_load)
-
-        with self._changed:
-            return self._changed.wait_for(are_sent, timeout_s)
 
     def wait_over(self, jobs: Iterable[JobState], timeout_s: float) -> bool:
         """Wait until one of these is over, at most so long; say whether that is so."""

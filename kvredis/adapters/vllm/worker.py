@@ -96,10 +96,6 @@ IDLE_WAIT_S = 0.006
 wait, which a load's end ends, leaves the interpreter to the moving thread. A request that comes meanwhile waits as
 well. On an H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does
 there."""
-HEAD_START_S = 0.003
-"""So long at most an engine with nothing to compute lets a load ask for its copies before it compares weights: for both
-at once the interpreter is too narrow. On an H200 four chunks of 32 MiB were asked for within 2.7 ms, and had come after
-3.9; beside the comparison it was 5.4 (traced, vLLM)."""
 IDLE_STORE_WAIT_S = 0.002
 """As well while stores read pages that are held. No request waits for these: one that comes is to wait less."""
 
@@ -242,14 +238,11 @@ class PagedWorker:
             job = replace(job, moves=self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
-        has_time = step.is_idle and not self._has_told
         if step.moves.loads:
-            if has_time:
-                self.mover.wait_sent(HEAD_START_S)
-            check = self._compare(step)
+            check = self._compare(step)  # now, so that the answer is there before the load is over
             if check is not None:
                 self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
-        if has_time and self._waited_for:
+        if step.is_idle and not self._has_told and self._waited_for:
             self.mover.wait_loaded(IDLE_WAIT_S)
         elif step.is_idle and self._reading:
             self.mover.wait_over(self._reading.values(), IDLE_STORE_WAIT_S)

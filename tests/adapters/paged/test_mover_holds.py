@@ -3,18 +3,14 @@ no page is written that something else still writes."""
 
 import logging
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import pytest
-import torch
 
 from kvredis.adapters.paged.jobs import LoadJob, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.transfer.base import Moving, Part
-from kvredis.adapters.transfer.cpu import HostTransfer
-from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.local import LocalBackend
-from tests.adapters.fake_backend import FakeBackend, FakeLease, FakeReservation
+from tests.adapters.fake_backend import FakeBackend, FakeReservation
 from tests.adapters.paged_engine import (
     CHUNK,
     WAIT_S,
@@ -278,67 +274,6 @@ class SlowToReserve(FakeBackend):
     def reserve(self, key: bytes, length: int) -> FakeReservation | None:
         assert self.open.wait(WAIT_S)
         return super().reserve(key, length)
-
-
-class SlowToLease(FakeBackend):
-    """Lends blocks when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open = threading.Event()
-
-    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[FakeLease | None, None, None]:
-        assert self.open.wait(WAIT_S)
-        return super().load(keys, within_s=within_s)
-
-
-class SlowToMove(HostTransfer):
-    """Its copies are under way until it is told to end them."""
-
-    def __init__(self, paged: PagedKV) -> None:
-        super().__init__(paged)
-        self.open = threading.Event()
-
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
-        super().load(parts, after=after, is_last=is_last)
-        return MovesUntil(self.open, len(parts))
-
-
-class MovesUntil:
-    """Parts that have moved when an event is set."""
-
-    def __init__(self, over: threading.Event, parts: int) -> None:
-        self._over = over
-        self._parts = parts
-
-    @property
-    def parts_done(self) -> int:
-        return self._parts if self.done else 0
-
-    @property
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self, parts: int | None = None) -> None:
-        assert self._over.wait(WAIT_S)
-
-
-def test_a_caller_hears_when_all_copies_of_a_load_are_asked_for() -> None:
-    engine, backend, moves = PagedEngine(transfer=SlowToMove, groups=1), SlowToLease(), moves_of("a", 3)
-    copies = engine.groups[0].transfer
-    assert isinstance(copies, SlowToMove)
-    for move in moves:
-        backend.put(move.key, block_for(engine, move))
-    with mover_on(backend, engine) as mover:
-        assert mover.wait_sent(0), "none is under way"
-        mover.load(LoadJob("r", moves))
-        assert not mover.wait_sent(0)
-        backend.open.set()
-        assert mover.wait_sent(WAIT_S)
-        assert not mover.wait_loaded(0)
-        copies.open.set()
-        assert mover.settle(WAIT_S)
-        assert mover.finished().loaded == {"r"}
 
 
 def test_a_caller_that_waits_for_a_load_waits_for_no_store() -> None:

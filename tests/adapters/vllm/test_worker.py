@@ -9,7 +9,6 @@ import torch
 
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import MovingOptions
-from kvredis.adapters.vllm import worker
 from kvredis.adapters.vllm.kv_layout import layer_groups
 from kvredis.adapters.vllm.request import Prompt, SchedulingOptions
 from kvredis.adapters.vllm.scheduler import Scheduling
@@ -288,30 +287,6 @@ def test_a_load_is_under_way_before_weights_are_compared() -> None:
     gate.opened.set()
     assert halves.until(lambda results: "b" in results.loaded).failed == set()
     assert halves.holds(tables, 256)
-    halves.close()
-
-
-def test_an_idle_engine_compares_weights_when_all_copies_of_a_load_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(worker, "HEAD_START_S", WAIT_S)
-    halves, asked_for = Halves(), list[bool]()
-    halves.prompt("a", tables_of(halves, 1))
-    assert halves.worker.mover.settle(WAIT_S)
-
-    class Watch(NotingWatch):
-        def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
-            asked_for.append(self.worker.mover.wait_sent(0))
-            return Check(self, number, None, holds=True)
-
-    watch = halves.worker.weights = Watch()
-    watch.worker = halves.worker
-    halves.scheduling.weights.digests = ("of rank 0",)
-    assert halves.scheduling.match(Prompt("b", TOKENS), 0) == 256
-    halves.scheduling.allocated("b", tables_of(halves, 20), 256)
-    halves.step()
-    assert asked_for == [True]
-    assert halves.until(lambda results: "b" in results.loaded).failed == set()
     halves.close()
 
 
