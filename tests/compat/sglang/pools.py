@@ -15,11 +15,14 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from tests.compat.sglang.pages import PAGE_TOKENS
 
 try:
+    from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 except ImportError:  # 0.5.17
     from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost
+else:
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # 10 GiB are to stay free, where tests beside these need them
 
 TOKENS = 1024
 LAYERS = 4

@@ -82,11 +82,12 @@ def replace() -> None:
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
     from sglang.srt.mem_cache import allocation
-    from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mamba, mha, mla
     from sglang.srt.models import qwen2_moe
 
     runtime_context.get_platform()._install(has_amx=True)
     common._cuda_host_register = lambda *_, **__: None
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # 10 GiB are to stay free, where tests beside these need them
     for module in (mha, mla, mamba):
         for move in (transfer_kv_direct, transfer_kv_all_layer_direct_lf_pf, transfer_kv_per_layer_direct_pf_lf):
             setattr(module, move.__name__, move)
