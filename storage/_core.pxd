@@ -44,9 +44,16 @@ cdef class Lock:
 
 cdef class Holes:
     cdef public Py_ssize_t capacity_bytes, free_bytes
+    cdef Py_ssize_t hole_bytes
+    cdef int start_bits, length_bits
     cdef unsigned long long *by_start
     cdef unsigned long long *by_length
     cdef Py_ssize_t count, room
+    cdef unsigned long long placed(self, unsigned long long start, unsigned long long length) noexcept
+    cdef unsigned long long sized(self, unsigned long long length, unsigned long long start) noexcept
+    cdef unsigned long long start_of(self, Py_ssize_t at) noexcept
+    cdef unsigned long long length_of(self, Py_ssize_t at) noexcept
+    cdef unsigned long long turned(self, Py_ssize_t at) noexcept
     cdef void enter(self, unsigned long long *holes, Py_ssize_t at, unsigned long long hole) noexcept
     cdef void drop(self, unsigned long long *holes, Py_ssize_t at) noexcept
     cdef int replace_length(self, unsigned long long was, unsigned long long becomes) except -1

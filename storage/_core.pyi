@@ -113,7 +113,7 @@ class Holes:
     capacity_bytes: int
     free_bytes: int
 
-    def __init__(self, capacity_bytes: int) -> None: ...
+    def __init__(self, capacity_bytes: int, hole_bytes: int) -> None: ...
     def allocate(self, length: int) -> Extent | None:
         """Take `length` bytes (a multiple of GRAIN_BYTES) from the tightest hole; None when no hole is long enough."""
 

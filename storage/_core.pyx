@@ -51,7 +51,6 @@ cdef enum:
     TIMED_MIN = 256 * 1024
     GRACE = 50
     HALF_NAME = 8  # lmcache_pairs.py: "metadata" and "kv_bytes"
-    HALF = 0xFFFFFFFF  # of a pair of grains in one number
     LONG_AGO = 1
 
 INLINE_BYTES_MAX = INLINE_MAX
@@ -198,19 +197,38 @@ cdef class Lock:
 cdef class Holes:
     """The free holes of an arena: what memory/allocator.py says of taking and giving back, and of nothing else.
 
-    Two arrays of the same holes, each in order, a number each: where a hole begins above how long it is, and how long
-    it is above where it begins, in grains. The first knows a hole's neighbours, the second the tightest hole.
+    Two arrays of the same holes, each in order, a number of 64 bits each: where a hole begins above how long it is, and
+    how long it is above where it begins, in grains. The first knows a hole's neighbours, the second the tightest hole.
     """
 
-    def __init__(self, Py_ssize_t capacity_bytes):
-        if capacity_bytes // GRAIN > HALF:
-            raise ValueError(f"an arena has at most {<Py_ssize_t> HALF * GRAIN} bytes, not {capacity_bytes}")
-        self.capacity_bytes = capacity_bytes
+    def __init__(self, Py_ssize_t capacity_bytes, Py_ssize_t hole_bytes):
+        self.start_bits, self.length_bits = (capacity_bytes // GRAIN).bit_length(), (hole_bytes // GRAIN).bit_length()
+        if self.start_bits + self.length_bits > 64:
+            raise ValueError(f"holes of {hole_bytes} bytes in {capacity_bytes} are more than numbers of 64 bits tell")
+        self.capacity_bytes, self.hole_bytes = capacity_bytes, hole_bytes
         self.free_bytes = self.count = self.room = 0
 
     def __dealloc__(self):
         free(self.by_start)
         free(self.by_length)
+
+    cdef unsigned long long placed(self, unsigned long long start, unsigned long long length) noexcept:
+        """A hole as `by_start` has it."""
+        return start << self.length_bits | length
+
+    cdef unsigned long long sized(self, unsigned long long length, unsigned long long start) noexcept:
+        """A hole as `by_length` has it."""
+        return length << self.start_bits | start
+
+    cdef unsigned long long start_of(self, Py_ssize_t at) noexcept:
+        return upper(self.by_start[at], self.length_bits)
+
+    cdef unsigned long long length_of(self, Py_ssize_t at) noexcept:
+        return lower(self.by_start[at], self.length_bits)
+
+    cdef unsigned long long turned(self, Py_ssize_t at) noexcept:
+        """The hole at that place of `by_start` as `by_length` has it."""
+        return self.sized(self.length_of(at), self.start_of(at))
 
     cdef void enter(self, unsigned long long *holes, Py_ssize_t at, unsigned long long hole) noexcept:
         memmove(holes + at + 1, holes + at, (self.count - at) * sizeof(hole))
@@ -244,40 +262,41 @@ cdef class Holes:
             if more == NULL:
                 raise MemoryError
             self.by_length, self.room = more, wanted
-        self.enter(self.by_start, at, pair(start, length))
-        self.enter(self.by_length, first_from(self.by_length, self.count, pair(length, start)), pair(length, start))
+        self.enter(self.by_start, at, self.placed(start, length))
+        sized = self.sized(length, start)
+        self.enter(self.by_length, first_from(self.by_length, self.count, sized), sized)
         self.count += 1
         return 0
 
     cdef int lose(self, Py_ssize_t at) except -1:
         """Have the hole at that place no more."""
-        self.drop(self.by_length, first_from(self.by_length, self.count, turned(self.by_start[at])))
+        self.drop(self.by_length, first_from(self.by_length, self.count, self.turned(at)))
         self.drop(self.by_start, at)
         self.count -= 1
         return 0
 
     cdef int change(self, Py_ssize_t at, unsigned long long start, unsigned long long length) except -1:
         """Let the hole at that place be where it stays between the same neighbours."""
-        self.replace_length(turned(self.by_start[at]), pair(length, start))
-        self.by_start[at] = pair(start, length)
+        self.replace_length(self.turned(at), self.sized(length, start))
+        self.by_start[at] = self.placed(start, length)
         return 0
 
     cdef object take(self, Py_ssize_t length):
-        cdef unsigned long long wanted, hole
+        cdef unsigned long long wanted, start
         cdef Py_ssize_t at
-        if length <= 0 or length > self.capacity_bytes:  # any client may ask for more than fits a half
+        if length <= 0 or length > self.hole_bytes:  # any client may ask for more than its bits tell
             return None
         wanted = length // GRAIN
-        at = first_from(self.by_length, self.count, wanted << 32)
+        at = first_from(self.by_length, self.count, self.sized(wanted, 0))
         if at == self.count:
             return None
-        hole = turned(self.by_length[at])
-        self.cut(first_from(self.by_start, self.count, hole), hole >> 32, wanted)
-        return extent_at((hole >> 32) * GRAIN, length)
+        start = lower(self.by_length[at], self.start_bits)
+        self.cut(first_from(self.by_start, self.count, self.placed(start, 0)), start, wanted)
+        return extent_at(start * GRAIN, length)
 
     cdef int cut(self, Py_ssize_t at, unsigned long long start, unsigned long long length) except -1:
         """Take grains out of the hole at that place, which has them."""
-        cdef unsigned long long first = self.by_start[at] >> 32, past = first + (self.by_start[at] & HALF)
+        cdef unsigned long long first = self.start_of(at), past = first + self.length_of(at)
         if start + length < past:
             if start == first:
                 self.change(at, start + length, past - start - length)
@@ -293,21 +312,23 @@ cdef class Holes:
 
     cdef int give(self, object extent) except -1:
         cdef Py_ssize_t at, nbytes = length_of(extent)
-        cdef unsigned long long start, length, left = 0
+        cdef unsigned long long start, length, left
+        cdef bint is_behind = False  # the hole before it ends where it begins
         assert offset_of(extent) >= 0 and 0 < nbytes <= self.capacity_bytes - offset_of(extent), extent
         start, length = offset_of(extent) // GRAIN, nbytes // GRAIN
-        at = first_from(self.by_start, self.count, start << 32)
+        at = first_from(self.by_start, self.count, self.placed(start, 0))
         if at:
-            left = self.by_start[at - 1]
-            assert (left >> 32) + (left & HALF) <= start, f"{extent} was free"
-        assert at == self.count or start + length <= self.by_start[at] >> 32, f"{extent} was free"
-        if at and (left >> 32) + (left & HALF) == start:
-            if at < self.count and start + length == self.by_start[at] >> 32:
-                length += self.by_start[at] & HALF
+            left = self.start_of(at - 1) + self.length_of(at - 1)
+            assert left <= start, f"{extent} was free"
+            is_behind = left == start
+        assert at == self.count or start + length <= self.start_of(at), f"{extent} was free"
+        if is_behind:
+            if at < self.count and start + length == self.start_of(at):
+                length += self.length_of(at)
                 self.lose(at)
-            self.change(at - 1, left >> 32, (left & HALF) + length)
-        elif at < self.count and start + length == self.by_start[at] >> 32:
-            self.change(at, start, length + (self.by_start[at] & HALF))
+            self.change(at - 1, self.start_of(at - 1), self.length_of(at - 1) + length)
+        elif at < self.count and start + length == self.start_of(at):
+            self.change(at, start, length + self.length_of(at))
         else:
             self.insert(start, length, at)
         self.free_bytes += nbytes
@@ -321,65 +342,58 @@ cdef class Holes:
 
     def allocate_at(self, extent):
         cdef Py_ssize_t at, nbytes = length_of(extent)
-        cdef unsigned long long start, length, hole
+        cdef unsigned long long start, length
         if offset_of(extent) >= 0 and 0 < nbytes <= self.capacity_bytes - offset_of(extent):
             start, length = offset_of(extent) // GRAIN, nbytes // GRAIN
-            at = first_from(self.by_start, self.count, (start << 32) | HALF)  # behind the hole that has it, if any has
-            if at < self.count and self.by_start[at] >> 32 == start:
-                at += 1
-            if at:
-                hole = self.by_start[at - 1]
-                if start + length <= (hole >> 32) + (hole & HALF):
-                    self.cut(at - 1, start, length)
-                    return
+            at = first_from(self.by_start, self.count, self.placed(start + 1, 0))  # behind the one that has it, if any
+            if at and start + length <= self.start_of(at - 1) + self.length_of(at - 1):
+                self.cut(at - 1, start, length)
+                return
         raise ValueError(f"{extent} is not free")
 
     def past(self, Py_ssize_t start):
         cdef Py_ssize_t at
         if 0 <= start < self.capacity_bytes:
-            at = first_from(self.by_start, self.count, <unsigned long long> (start // GRAIN) << 32)
-            if at < self.count and <Py_ssize_t> (self.by_start[at] >> 32) * GRAIN == start:
-                return start + <Py_ssize_t> (self.by_start[at] & HALF) * GRAIN
+            at = first_from(self.by_start, self.count, self.placed(start // GRAIN, 0))
+            if at < self.count and <Py_ssize_t> self.start_of(at) * GRAIN == start:
+                return start + <Py_ssize_t> self.length_of(at) * GRAIN
         return None
 
     def start(self, Py_ssize_t past):
         cdef Py_ssize_t at
-        cdef unsigned long long hole
         if 0 < past <= self.capacity_bytes:
-            at = first_from(self.by_start, self.count, <unsigned long long> (past // GRAIN) << 32)
-            if at:
-                hole = self.by_start[at - 1]
-                if <Py_ssize_t> ((hole >> 32) + (hole & HALF)) * GRAIN == past:
-                    return <Py_ssize_t> (hole >> 32) * GRAIN
+            at = first_from(self.by_start, self.count, self.placed(past // GRAIN, 0)) - 1
+            if at >= 0 and <Py_ssize_t> (self.start_of(at) + self.length_of(at)) * GRAIN == past:
+                return <Py_ssize_t> self.start_of(at) * GRAIN
         return None
 
     def spans(self):
         cdef Py_ssize_t at
-        cdef unsigned long long hole
         found = []
         for at in range(self.count):
-            hole = self.by_start[at]
-            found.append(((hole >> 32) * GRAIN, ((hole >> 32) + (hole & HALF)) * GRAIN))
+            found.append((self.start_of(at) * GRAIN, (self.start_of(at) + self.length_of(at)) * GRAIN))
         return found
 
     def lengths(self):
         cdef Py_ssize_t at
         found = []
         for at in range(self.count):
-            found.append(((self.by_length[at] >> 32) * GRAIN, (self.by_length[at] & HALF) * GRAIN))
+            hole = self.by_length[at]
+            found.append((upper(hole, self.start_bits) * GRAIN, lower(hole, self.start_bits) * GRAIN))
         return found
 
     @property
     def longest_bytes(self):
-        return (self.by_length[self.count - 1] >> 32) * GRAIN if self.count else 0
+        return upper(self.by_length[self.count - 1], self.start_bits) * GRAIN if self.count else 0
 
 
-cdef inline unsigned long long pair(unsigned long long high, unsigned long long low) noexcept:
-    return high << 32 | low
+cdef inline unsigned long long upper(unsigned long long hole, int bits) noexcept:
+    """What is above so many bits."""
+    return hole >> bits
 
 
-cdef inline unsigned long long turned(unsigned long long hole) noexcept:
-    return hole << 32 | hole >> 32
+cdef inline unsigned long long lower(unsigned long long hole, int bits) noexcept:
+    return hole & ((<unsigned long long> 1 << bits) - 1)
 
 
 cdef Py_ssize_t first_from(const unsigned long long *holes, Py_ssize_t count, unsigned long long least) noexcept:

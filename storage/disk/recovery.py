@@ -28,9 +28,9 @@ from .segment import SEGMENTS_MAX, Geometry, Record, default_segment_bytes, geom
 
 log = logging.getLogger(__name__)
 
-LIMIT_BYTES_MAX = (1 << 44) - (1 << 30)
-"""Of a disk tier: 16 TiB less a GiB. Where its free room begins, and how long it is, are numbers of 32 bits, of 4 KiB
-each (storage/_core.pyx, Holes); the GiB is more than lies between the segments."""
+LIMIT_BYTES_MAX = (1 << 48) - (1 << 30)
+"""Of a disk tier: 256 TiB less a GiB. Where its free room begins is a number of 36 bits then, and how long it is in a
+segment one of 28, of 4 KiB each (storage/_core.pyx, Holes); the GiB is more than lies between the segments."""
 LOCK_NAME = "lock"
 RECORDS_MAX = 4 * 1024 * 1024
 _KEPT_SEGMENTS_MAX = 4 * SEGMENTS_MAX
@@ -88,7 +88,7 @@ def open_directory(options: DiskOptions, files: Files, now_ms: int) -> Opened:
         reason = f"less than {GRAIN_BYTES} bytes hold nothing"
         raise ConfigError("max_local_disk_size", options.limit_bytes, options.source, reason)
     if options.limit_bytes > LIMIT_BYTES_MAX:
-        log.warning("Disk tier: it has 16 TiB at most, and uses no more of the %d bytes given", options.limit_bytes)
+        log.warning("Disk tier: it has 256 TiB at most, and uses no more of the %d bytes given", options.limit_bytes)
         options = replace(options, limit_bytes=LIMIT_BYTES_MAX)
     with _no_collection(), ExitStack() as undo:
         try:
@@ -254,8 +254,7 @@ def _without_overlaps(records: Sequence[Record]) -> list[Record]:
 def free_room(opened: Opened) -> Allocator:
     """The allocator over all segments, in which all is taken but the gaps between records in segments that are open."""
     stride, segment_bytes = opened.geometry.stride_bytes, opened.geometry.segment_bytes
-    allocator = Allocator(opened.geometry.count * stride)
-    allocator.allocate(allocator.capacity_bytes)
+    allocator = Allocator(opened.geometry.count * stride, segment_bytes)
     taken = [record.extent for record in opened.records]
     taken += [Extent(number * stride + segment_bytes, 0) for number in opened.segments]
     taken.sort(key=itemgetter(0))

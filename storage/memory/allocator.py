@@ -42,7 +42,8 @@ V = TypeVar("V", bound=Victim)
 
 
 class Allocator(Holes):
-    """Free holes of one arena of `capacity_bytes`, which starts as a single hole.
+    """Free holes of one arena of `capacity_bytes`, which starts as a single hole, or taken whole where no hole can be
+    longer than `hole_bytes`: the shorter holes are, the larger an arena may be (64 bits tell both).
 
     `allocate(length)` takes `length` bytes (a multiple of GRAIN_BYTES) from the tightest hole, or gives None when no
     hole is long enough; `free(extent)` gives an extent back, which joins the holes on both sides at once. Both are in
@@ -51,11 +52,12 @@ class Allocator(Holes):
 
     __slots__ = ()
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, hole_bytes: int | None = None) -> None:
         if capacity_bytes <= 0 or capacity_bytes % GRAIN_BYTES:
             raise ValueError(f"capacity_bytes must be a positive multiple of {GRAIN_BYTES}, not {capacity_bytes}")
-        super().__init__(capacity_bytes)
-        self.free(Extent(0, capacity_bytes))
+        super().__init__(capacity_bytes, hole_bytes or capacity_bytes)
+        if hole_bytes is None:
+            self.free(Extent(0, capacity_bytes))
 
     def extend(self, extent: Extent, least: int, most: int) -> Extent | None:
         """Lengthen `extent` into the hole behind it, to `most` bytes or as far as that goes; None, and nothing has

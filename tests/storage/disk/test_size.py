@@ -1,5 +1,6 @@
 """What a disk tier takes of the device, and what happens when several threads want some of it at the same moment."""
 
+import errno
 import random
 import threading
 from collections.abc import Iterable, Iterator
@@ -49,7 +50,7 @@ def test_a_disk_that_is_written_three_times_over_never_takes_more_than_its_limit
     assert taken_bytes(tmp_path) > limit_bytes // 2
 
 
-@pytest.mark.parametrize("limit_bytes", [LIMIT_BYTES_MAX + 1, 20 << 40, 100_000 << 40])
+@pytest.mark.parametrize("limit_bytes", [LIMIT_BYTES_MAX + 1, 300 << 40, 100_000 << 40])
 def test_a_disk_that_is_larger_than_a_tier_can_be_is_used_as_far_as_it_can(
     tmp_path: Path, limit_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,6 +58,23 @@ def test_a_disk_that_is_larger_than_a_tier_can_be_is_used_as_far_as_it_can(
         with closing(DiskTier.open(DiskOptions(tmp_path, limit_bytes, direct=False))) as disk:
             assert 0.99 * LIMIT_BYTES_MAX < disk.limit_bytes <= LIMIT_BYTES_MAX
     assert f"no more of the {limit_bytes} bytes given" in caplog.text
+
+
+def test_a_disk_of_60_tib_is_used_whole_and_keeps_what_it_was_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "sparse files have to do")
+
+    monkeypatch.setattr("kvredis.storage.disk.files.os.posix_fallocate", refuse)
+    options, payload = DiskOptions(tmp_path, 60 << 40, direct=False), content(1, 64 * KIB)
+    with closing(DiskTier.open(options)) as disk:
+        assert disk.limit_bytes == 60 << 40
+        assert put(disk, b"block", payload)
+    with closing(DiskTier.open(options)) as disk:
+        assert got(disk, b"block") == payload
+        disk.check_integrity()
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 @pytest.fixture

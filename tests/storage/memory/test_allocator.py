@@ -130,8 +130,55 @@ def test_the_largest_arena_that_can_be_is_cut_like_others() -> None:
     allocator.allocate_at(grains(0xFFFF_FFFE, 1))
     assert allocator.holes() == [grains(1, 0xFFFF_FFFD)]
     allocator.check_integrity()
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(ValueError, match="64 bits"):
         Allocator(capacity + GRAIN_BYTES)
+
+
+@pytest.mark.parametrize(("start_bits", "length_bits"), [(36, 28), (63, 1), (33, 31)])
+def test_an_arena_of_short_holes_may_be_larger_and_is_cut_up_to_its_last_grain(
+    start_bits: int, length_bits: int
+) -> None:
+    capacity, hole = (1 << min(start_bits, 50)) - 1, (1 << length_bits) - 1
+    allocator = Allocator(capacity * GRAIN_BYTES, hole * GRAIN_BYTES)
+    assert allocator.allocate(GRAIN_BYTES) is None, "it begins full"
+    top = grains(capacity - hole, hole)
+    allocator.free(top)
+    allocator.free(grains(0, hole))
+    assert allocator.longest_bytes == hole * GRAIN_BYTES
+    assert allocator.allocate((hole + 1) * GRAIN_BYTES) is None
+    assert allocator.start(capacity * GRAIN_BYTES) == top.offset
+    assert allocator.past(top.offset) == capacity * GRAIN_BYTES
+    allocator.allocate_at(grains(capacity - 1, 1))
+    assert allocator.allocate(hole * GRAIN_BYTES) == grains(0, hole)
+    allocator.free(grains(capacity - 1, 1))
+    assert allocator.holes() == [top]
+    allocator.check_integrity()
+
+
+def test_holes_far_apart_are_taken_and_given_back_at_random_as_near_ones_are() -> None:
+    rng, hole = random.Random(7), 64
+    far, near = Allocator(((1 << 40) + hole) * GRAIN_BYTES, hole * GRAIN_BYTES), Allocator(4 * (hole + 1) * GRAIN_BYTES)
+    assert near.allocate(near.capacity_bytes) is not None
+    places = dict(zip(range(0, 4 * (hole + 1), hole + 1), (0, 1 << 20, (1 << 33) + 5, 1 << 40), strict=True))
+    for start, place in places.items():
+        near.free(grains(start, hole))
+        far.free(grains(place, hole))
+    held: list[tuple[Extent, Extent]] = []
+    for _ in range(3000):
+        if held and rng.random() < 0.45:
+            for allocator, extent in zip((near, far), held.pop(rng.randrange(len(held))), strict=True):
+                allocator.free(extent)
+            continue
+        nbytes = rng.randint(1, 12) * GRAIN_BYTES
+        here, there = near.allocate(nbytes), far.allocate(nbytes)
+        assert (here is None) == (there is None)
+        if here is not None and there is not None:
+            start = here.offset // GRAIN_BYTES // (hole + 1) * (hole + 1)
+            assert there.offset - places[start] * GRAIN_BYTES == here.offset - start * GRAIN_BYTES
+            held.append((here, there))
+    assert len(held) > 20
+    near.check_integrity()
+    far.check_integrity()
 
 
 def test_wrong_accounts_and_lost_holes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,5 +373,5 @@ def test_the_largest_arena_is_handed_out_to_its_last_grain_and_a_larger_one_is_r
     assert allocator.holes() == [grains(0, most - 2), grains(most - 1, 1)]
     allocator.free(grains(most - 2, 1))
     assert allocator.holes() == [grains(0, most)]
-    with pytest.raises(ValueError, match=f"at most {most * GRAIN_BYTES} bytes, not {(most + 1) * GRAIN_BYTES}"):
+    with pytest.raises(ValueError, match=f"in {(most + 1) * GRAIN_BYTES} are more than numbers of 64 bits tell"):
         Allocator((most + 1) * GRAIN_BYTES)
