@@ -207,8 +207,9 @@ alive: a model that another one takes the place of is to be freed."""
 def _known(weight: Weight) -> _Known:
     held = "_buffers" if weight.key in weight.module._buffers else "_parameters"
     tensor = weight.tensor
-    version = None if tensor.is_inference() else tensor._version
-    return ref(weight.module), held, weight.key, ref(tensor), tensor.data_ptr(), version
+    with torch._C.DisableTorchFunctionSubclass():  # as it is asked later
+        version = None if tensor.is_inference() else tensor._version
+        return ref(weight.module), held, weight.key, ref(tensor), tensor.data_ptr(), version
 
 
 def _are_same(every: Sequence[_Known]) -> bool:
