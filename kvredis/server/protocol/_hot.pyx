@@ -1069,7 +1069,12 @@ cdef class HotSession:
     def _send_held_back(self):
         """Send what was held back, if it has not left since."""
         self._holds_back = False
-        if self._replies and self._transport is not None and not self._transport.is_closing():
+        if not self._replies or self._transport is None or self._transport.is_closing():
+            return
+        if busy:  # with another loop's client, of which replies are in `out`
+            replies, self._replies, self._reply_bytes = self._replies, [], 0
+            self._send(b"".join(replies))
+        else:
             self.send()
 
     cdef bint goes_at_once(self) except -1:

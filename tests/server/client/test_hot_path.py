@@ -16,6 +16,8 @@ from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Command
 from kvredis.server.net.rcvlowat import LOW_WATER_BYTES
 from kvredis.server.protocol.request import SCRATCH_BYTES
+from kvredis.storage.entry import Entry
+from kvredis.storage.eviction.lfu import LFU
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
 
@@ -563,6 +565,31 @@ async def test_nothing_more_is_run_for_a_client_of_which_a_reply_shows_that_it_h
     receive(session, 2 * request("GET", "long") + request("SET", "after", "x"))
     await until(lambda: not live.server.sessions)
     assert live.store.find(b"after") is None
+
+
+async def test_an_answer_that_is_held_back_leaves_without_those_that_another_loop_is_gathering(
+    loop: str, live: LiveServer
+) -> None:
+    """Wherever a command calls Python, the thread of another server's loop may come in between."""
+
+    class Between(LFU):
+        def touch(self, entry: Entry) -> None:
+            super().touch(entry)
+            held_back._send_held_back()
+
+    live.store.set_eviction(Between())
+    first, second = await live.connect("tcp"), await live.connect("tcp")
+    for client in (first, second):
+        assert await client.ask("PING") == b"+PONG\r\n"
+    assert await first.ask("SET", "k", "small") == b"+OK\r\n"
+    gathering, held_back = live.sessions()
+    stream = request("SET", "before", "x") + request("SET", "long", pattern(20_000))
+    receive(held_back, stream[:600])
+    assert held_back._holds_back
+    receive(gathering, request("PING") + request("GET", "k"))
+    receive(held_back, stream[600:])
+    assert await second.read(10) == 2 * b"+OK\r\n"
+    assert await first.read(18) == b"+PONG\r\n$5\r\nsmall\r\n"
 
 
 async def test_a_long_value_that_ends_in_one_receive_leaves_no_low_water_mark(live: LiveServer) -> None:
