@@ -162,11 +162,12 @@ class ChunkLoad(MoverTask):
         """The last ones, which the engine does not wait to see released."""
 
     def begin(self, left_bytes: int) -> None:
-        """Ask for chunks while so many bytes may be under way, and wait for none of them: an earlier load does. `run`
-        goes on from there, on the same thread, and raises what fails here."""
+        """Ask for chunks while so many bytes may be under way, and wait for none of them: an earlier load does, and may
+        ask again. `run` goes on from there, on the same thread, and raises what fails here, behind which nothing more
+        is asked for: a chunk that comes would count in place of one that has failed."""
         self._waits = False
         try:
-            while not self._is_sent and self._under_way_bytes + self._next_bytes < left_bytes:
+            while self._failure is None and not self._is_sent and self._under_way_bytes + self._next_bytes < left_bytes:
                 self._take()
         except Exception as error:
             self._failure = error

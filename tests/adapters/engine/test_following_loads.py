@@ -194,6 +194,42 @@ def test_a_load_that_cannot_begin_fails_alone() -> None:
     assert set(finished.failed_pages["second"]) == pages_in(SECOND.moves)
 
 
+def test_a_load_that_failed_while_it_was_begun_goes_on_with_no_other_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is begun anew with each copy of the first: what comes then would be taken for what has failed."""
+    second = LoadJob("second", moves_of("b", 5))
+    backend, source = with_blocks(FIRST, second)
+    engine = PagedEngine(transfer=ManualTransfer)
+    transfer, excerpt = by_hand(engine)[0], paged_load.excerpt
+    lacking = backend.values[second.moves[1].key]
+    starved = threading.Event()
+
+    def one_is_starved(block, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if not starved.is_set() and lacking.endswith(bytes(block.tensor)):
+            starved.set()
+            raise MemoryError("no room for a part of a block")
+        return excerpt(block, *args, **kwargs)
+
+    monkeypatch.setattr(paged_load, "excerpt", one_is_starved)
+    with mover_on(backend, engine, batch_bytes=1, verify=False) as mover:
+        begun(mover, transfer, (FIRST, second))
+        assert starved.wait(WAIT_S)
+        transfer.by_hand = False
+        calls = [moving for _, moving in transfer.calls]
+        assert len(calls) == 4, "three of the first, and what came of the second"
+        for moving in (calls[3], *calls[:2]):
+            moving.let_go()
+        wait_until(lambda: mover.stats()["loaded_chunks"] >= 2, "the second was begun again", WAIT_S)
+        let_all_go(transfer)
+        assert mover.settle(WAIT_S)
+        finished = mover.finished()
+        assert mover.stats()["errors"] == 1
+    failed = set(finished.failed_pages["second"])
+    come = [move for move in second.moves if not failed & pages_in([move])]
+    assert all(engine.bytes_of(move) == source.bytes_of(move) for move in come)
+    assert pages_in(second.moves[1:]) <= failed
+    assert backend.leases == 0
+
+
 def test_blocks_that_come_slowly_are_not_begun_beside_a_load_that_is_nearly_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
