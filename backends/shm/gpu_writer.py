@@ -37,11 +37,21 @@ class GpuReservation:
     """Room for a block in the server's GPU memory: a base.Reservation whose `view` is a place for a GPU's copies. It is
     committed, or aborted, when they have ended."""
 
-    def __init__(self, writer: GpuWriter, memory: GpuMemory, offset: int, number: int, length: int) -> None:
+    def __init__(
+        self,
+        writer: GpuWriter,
+        connection: AttachedConnection,
+        memory: GpuMemory,
+        offset: int,
+        number: int,
+        length: int,
+    ) -> None:
+        """`number` is what the server calls it, on that connection."""
         self.view = memory.part(offset, length)
         self.memory_bytes = memory.nbytes
         """Of all the GPU memory that the server has."""
         self._writer = writer
+        self._connection = connection
         self._memory = memory
         self._offset = offset
         self._number: int | None = number
@@ -70,7 +80,7 @@ class GpuReservation:
     def _end(self, command: bytes) -> None:
         number, self._number = self._number, None
         if number is not None:
-            self._writer.end(command, number)
+            self._writer.end(command, number, self._connection)
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +146,7 @@ class GpuWriter:
         match reply:
             case [int() as number, int() as address]:
                 try:
-                    return GpuReservation(self, memory, address - connection.gpu_base, number, length)
+                    return GpuReservation(self, connection, memory, address - connection.gpu_base, number, length)
                 except BackendError as error:
                     raise connection.broken(str(error)) from error
             case BackendError() as error if str(error).startswith("OOM"):
@@ -146,11 +156,11 @@ class GpuWriter:
                 self._rest(REFUSED_S)
         return None
 
-    def end(self, command: bytes, number: int) -> None:
-        """For a reservation: commit it, or give it back. With the connection it has gone already."""
+    def end(self, command: bytes, number: int, connection: AttachedConnection) -> None:
+        """For a reservation of that connection: commit it, or give it back. With the connection it has gone already,
+        and on the next one, which may be to another server, its number is another block's."""
         with self._turn:
-            connection = self._connection
-            if connection is None or not connection.usable:
+            if connection is not self._connection or not connection.usable:
                 self._refused += command == COMMIT
                 return
             if not connection.is_ours:  # a fork of the process that reserved it

@@ -30,7 +30,7 @@ from kvredis.storage.memory.device_arena import DeviceArena
 from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, load_now, mover_on, moves_of, pages_in
 from tests.backends.conftest import ServerProcess, small_store, start_server
 from tests.backends.nodes import wait_until
-from tests.backends.shm.lane_server import ask, attached_ids, lane_url
+from tests.backends.shm.lane_server import ask, attached_ids, lane_path, lane_url
 from tests.stand_in_cuda import stand_in_cuda
 
 OpenBackend = Callable[[], RemoteBackend]
@@ -368,7 +368,7 @@ def test_room_is_given_back_when_what_was_written_to_it_has_come(
     room, told = opened().reserve(b"k", 1 << 15), []
     assert isinstance(room, GpuReservation)
     monkeypatch.setattr(DeviceArena, "settle", lambda arena: told.append("come"))
-    monkeypatch.setattr(GpuWriter, "end", lambda writer, command, number: told.append(command))
+    monkeypatch.setattr(GpuWriter, "end", lambda writer, command, *_: told.append(command))
     room.write(b"x")
     room.abort()
     assert told == ["come", b"KV.ABORT"]
@@ -445,6 +445,40 @@ def test_a_server_that_goes_takes_no_engine_with_it(tmp_path: Path, server: Serv
     lease.release()
     assert backend.flush() == 1
     assert load_now_on(backend, MOVES[:3]) == 0
+
+
+def test_a_reservation_of_a_server_that_has_gone_ends_none_of_the_next_one(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each server numbers its rooms anew: what is committed by such a number alone is another block, not whole yet."""
+    monkeypatch.setattr("kvredis.backends.shm.gpu_writer.REST_S", 0.01)
+    with closing(RemoteBackend(parse_url(lane_path(server)), small_store(), timeout_s=10.0)) as backend:
+        backend.use_gpu(1)
+        old = [backend.reserve(key, 1 << 15) for key in (b"committed", b"given up")]
+        server.kill()
+        server.start()
+        new: list[GpuReservation] = []
+
+        def has_room() -> bool:
+            room = backend.reserve(b"new %d" % len(new), 1 << 15)
+            if isinstance(room, GpuReservation):
+                new.append(room)
+            elif room is not None:
+                room.abort()
+            return len(new) == 2
+
+        wait_until(has_room, "the next server has room", WAIT_S)
+        assert isinstance(old[0], GpuReservation)
+        assert isinstance(old[1], GpuReservation)
+        old[0].commit()
+        old[1].abort()
+        assert backend.flush() == 1
+        assert ask(server, "DBSIZE") == 0, "nothing is whole"
+        for room in new:
+            room.write(b"x" * (1 << 15))
+            room.commit()
+        assert backend.flush() == 0
+        assert ask(server, "EXISTS", "new 0", "new 1") == 2
 
 
 def load_now_on(backend: RemoteBackend, moves: list[ChunkMove]) -> int:
