@@ -191,7 +191,7 @@ class JobState:
     __slots__ = (
         *("cancelled", "gone", "head_first", "is_load", "is_sound", "is_torn", "is_whole"),
         *("moved", "moves", "nbytes", "over", "part_of", "parts", "present", "reading"),
-        *("request", "seconds", "started", "tokens", "total"),
+        *("request", "seconds", "spoilt", "started", "tokens", "total"),
     )
 
     def __init__(
@@ -224,9 +224,12 @@ class JobState:
         self.is_torn = False
         """Whether one of them has not come whole."""
         self.gone: set[Page] = set()
-        """Of a store, pages that are another's from now on; of these and `reading` under the context's lock."""
+        """Of a store, pages that are another's from now on; these, `reading` and `spoilt` are under the context's
+        lock."""
         self.reading: set[Page] = set()
         """Those that are being read."""
+        self.spoilt: set[Page] = set()
+        """Those of them that are written meanwhile all the same."""
         self.is_whole = True
         """Whether its chunks leave whole, and not layer by layer."""
         self.cancelled = self.started = self.over = False

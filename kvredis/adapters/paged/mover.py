@@ -35,6 +35,7 @@ from .jobs import (
     MovingOptions,
     Page,
     StoreJob,
+    pages_of,
 )
 from .jobs import PagedGroup as PagedGroup
 from .layerwise_store import LayerStores
@@ -145,6 +146,15 @@ class ChunkMover:
             return self._changed.wait_for(
                 lambda: all(job.over or (job.is_whole and job.reading.isdisjoint(pages)) for job in stores), wait_s
             )
+
+    def spoil(self, request: str, pages: Set[Page] | None = None) -> None:
+        """Hear that these pages of a request's stores, or all of them, are written from now on although a copy may read
+        them still: it is not stored, whenever it ends."""
+        with self._changed:
+            for job in self._jobs.get(request, ()):
+                if not job.is_load:
+                    job.gone |= {page for move in job.moves for page in pages_of(move)} if pages is None else pages
+                    job.spoilt |= job.reading & job.gone
 
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 

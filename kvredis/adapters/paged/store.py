@@ -224,12 +224,14 @@ class ChunkStore(MoverTask):
             chunk.abort()
         self._context.counters.add(dropped_stores=len(gone))
 
-    def _give_pages_back(self, chunks: Sequence[ReservedChunk]) -> None:
-        """The pages of these are read no more."""
+    def _give_pages_back(self, chunks: Sequence[ReservedChunk]) -> list[ReservedChunk]:
+        """The pages of these are read no more. Gives those that were not written meanwhile."""
+        job = self._job
         with self._context.changed:
             for chunk in chunks:
-                self._job.reading -= pages_of(chunk.move)
+                job.reading -= pages_of(chunk.move)
             self._context.changed.notify_all()
+            return [chunk for chunk in chunks if job.spoilt.isdisjoint(pages_of(chunk.move))]
 
     def _advance(self, order: PrefixOrder) -> None:
         """Take every step that waits for nothing."""
@@ -251,10 +253,16 @@ class ChunkStore(MoverTask):
         """Wait for the oldest batch to have moved, and let it be hashed."""
         chunks, moving = self._under_way[0]
         moving.wait()
-        self._give_pages_back(chunks)
-        for chunk in chunks:
+        good = self._give_pages_back(chunks)
+        if len(good) < len(chunks):
+            self._held_bytes -= bytes_of(chunks) - bytes_of(good)
+            for chunk in set(chunks).difference(good):
+                chunk.abort()
+            self._context.counters.add(dropped_stores=len(chunks) - len(good))
+        for chunk in good:
             chunk.checksum.begin()  # may find no thread
-        self._filled.append(chunks)
+        if good:
+            self._filled.append(good)
         self._under_way.popleft()
 
     def _commit(self, order: PrefixOrder) -> None:

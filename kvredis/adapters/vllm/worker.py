@@ -88,7 +88,8 @@ def _view(cache: torch.Tensor | Sequence[torch.Tensor], group: LayerGroup, pages
 logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 30.0
-"""How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken."""
+"""How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken, and
+not stored."""
 REST_WAIT_S = 30.0
 """How long an engine that goes to sleep waits for stores under way before it breaks them."""
 IDLE_WAIT_S = 0.006
@@ -217,12 +218,14 @@ class PagedWorker:
             self._storing[name][group] -= pages
         gone = {(group, page) for group, pages in taken.items() for page in self._kernel_pages(group, tuple(pages))}
         if not self.mover.let_go(name, gone, CANCEL_WAIT_S):
+            self.mover.spoil(name, gone)
             logger.error("A copy of request %s is stuck: its pages are used all the same", name)
 
     def _end_stores(self, name: str) -> None:
         if name in self._waited_for:
             self._spoilt.add(name)  # its load ends with it, and is no load any more
         if not self.mover.cancel(name, CANCEL_WAIT_S):
+            self.mover.spoil(name)
             logger.error("A copy of request %s is stuck: its pages are used all the same", name)
         del self._storing[name]
 

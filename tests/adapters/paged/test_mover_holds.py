@@ -168,6 +168,33 @@ def test_chunks_that_have_room_already_give_it_back_when_their_pages_are_let_go_
     assert set(backend.values) == {moves[2].key}
 
 
+@pytest.mark.parametrize("whole_request", [True, False])
+def test_a_copy_out_of_pages_that_are_written_before_it_ends_is_not_stored(whole_request: bool) -> None:
+    """An engine does not wait for a copy for ever, and what that finds in the end has a checksum like any other."""
+    engine, backend, moves = PagedEngine(transfer=GatedTransfer, groups=1), FakeBackend(), moves_of("a", 4)
+    gate, taken = engine.groups[0].transfer, moves[2:]
+    assert isinstance(gate, GatedTransfer)
+    with mover_on(backend, engine) as mover:
+        mover.store(StoreJob("r", moves, 4 * CHUNK))
+        assert gate.began.wait(WAIT_S)
+        if whole_request:
+            assert not mover.cancel("r", 0.01), "they are being read"
+            mover.spoil("r")
+        else:
+            assert not mover.let_go("r", pages_in(taken), 0.01), "they are being read"
+            mover.spoil("r", pages_in(taken))
+        for layer in engine.memory[0]:
+            layer[[page for move in taken for page in move.pages]] = 1.0
+        gate.open.set()
+        assert mover.settle(WAIT_S)
+        finished, stats = mover.finished(), mover.stats()
+        assert (finished.stored, finished.unstored) == ({"r"}, [move.key for move in moves])
+        stored = 0 if whole_request else 2
+        assert (stats["stored_chunks"], stats["dropped_stores"]) == (stored, 4 - stored)
+    assert backend.values.keys() == {move.key for move in moves[:stored]}
+    assert all(backend.values[move.key] == block_for(engine, move) for move in moves[:stored])
+
+
 def test_stores_that_leave_layer_by_layer_end_when_a_page_is_let_go_of() -> None:
     engine, backend, moves = PagedEngine(1, groups=1), FakeBackend(), moves_of("a", 3)
     with mover_on(backend, engine) as mover:

@@ -28,6 +28,8 @@ WAIT_S = 30
 class Halves:
     """One engine's two halves. `caches` are (pages, heads, tokens, K and V), a tensor a layer, filled by `compute`."""
 
+    moving = MovingOptions()
+
     def __init__(self, windows: tuple[int | None, ...] = (None,), split: int = 1) -> None:
         specs = [
             SlidingWindowSpec(PAGE, HEADS, DIM, sliding_window=window)
@@ -50,7 +52,7 @@ class Halves:
     def open(self, backend: object = None) -> None:
         chosen: FakeBackend = self.backend if backend is None else backend  # type: ignore[assignment]
         self.scheduling = Scheduling(self.groups, chosen, SchedulingOptions())
-        self.worker = PagedWorker(chosen, self.groups, self.caches, PAGES, MovingOptions())
+        self.worker = PagedWorker(chosen, self.groups, self.caches, PAGES, self.moving)
 
     def page(self, name: str, page: int) -> torch.Tensor:
         return self.caches[name][page * self.split : (page + 1) * self.split]
@@ -137,9 +139,10 @@ class Gate(FakeBackend):
 
     def __init__(self) -> None:
         super().__init__(10_000)
-        self.opened = threading.Event()
+        self.opened, self.asked = threading.Event(), threading.Event()
 
     def reserve(self, key: bytes, length: int) -> FakeReservation | None:
+        self.asked.set()
         assert self.opened.wait(WAIT_S)
         return super().reserve(key, length)
 
@@ -179,6 +182,25 @@ def test_a_page_is_not_stored_any_more_when_it_is_written_again(monkeypatch: pyt
         found = halves.prompt(name, into, tokens)
         assert halves.holds(into, found)
     assert found == 256
+    halves.close()
+
+
+def test_a_page_that_is_written_though_its_store_is_stuck_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvredis.adapters.vllm.worker.CANCEL_WAIT_S", 0.01)
+    halves = Halves()
+    halves.close()
+    gate = Gate()
+    halves.moving = MovingOptions(batch_bytes=1)
+    halves.open(gate)
+    tables = tables_of(halves, 1)
+    halves.prompt("a", tables)
+    assert gate.asked.wait(WAIT_S)  # for the last chunk's room
+    taken = tables[0][3 * CHUNK // PAGE : 4 * CHUNK // PAGE]
+    halves.scheduling.scheduled("b", [taken], 0, CHUNK, anew=True)
+    halves.step(lambda: [halves.page(name, page).fill_(-1) for name in halves.caches for page in taken])
+    gate.opened.set()
+    assert halves.worker.mover.settle(WAIT_S)
+    assert not gate.values
     halves.close()
 
 
