@@ -371,6 +371,9 @@ class Sender:
         nothing."""
         for pipeline in [each for each in mine.pipelines if not each.unanswered and each.connection.stale()]:
             mine.pipelines.remove(pipeline)
+            if mine is self._first:
+                on_it = [value for value, parts in self._begun.items() if parts and parts.pipeline is pipeline]
+                self._begun |= dict.fromkeys(on_it)  # their rooms have ended with the connection
             self._node.retire(pipeline.connection)
         most = self._pipelines_max if mine is self._first else 1
         if len(mine.pipelines) < (most if mine.pipelines else 1) and not self._write_queue.over:
@@ -445,9 +448,13 @@ class Sender:
             pipeline.connection.interrupt()
         with self._changed:
             sent = {item for pipeline in mine.pipelines for item in pipeline.unanswered}
-            mine.taken.update((item, None) for item in self._queue if not isinstance(item, FilledRange))
+            queued = tuple(self._queue)
+            mine.taken.update((item, None) for item in queued if not isinstance(item, FilledRange))
             self._queue.clear()
             self._long = 0
+            # What has begun and has ended by now the first thread is to forget.
+            ended = (item.value if isinstance(item, FilledRange) and not item.stop else item for item in queued)
+            self._queue.extend(FilledRange(item) for item in ended if item in self._begun)
             for item in tuple(mine.taken):
                 self._settle(mine, item, "refused" if item in sent else "dropped")
 

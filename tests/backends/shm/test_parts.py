@@ -2,6 +2,7 @@
 nothing is seen before the commit."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -13,12 +14,13 @@ import pytest
 from kvredis.backends.base import Reservation
 from kvredis.backends.config.url import parse_url
 from kvredis.backends.local import LocalBackend
+from kvredis.backends.remote import write_queue
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.backends.tiered.staging import NearStaging
 from tests.backends.conftest import ServerProcess, small_store, start_server
 from tests.backends.nodes import wait_until
-from tests.backends.shm.lane_server import ask, lane_path, lane_url
+from tests.backends.shm.lane_server import ask, attached_ids, lane_path, lane_url
 from tests.backends.verbs import content, loaded, put_through
 
 LENGTH = 6 << 20
@@ -165,6 +167,48 @@ def test_a_server_that_dies_between_parts_and_commit_costs_that_value_alone(serv
     server.start()
     wait_until(lambda: put_through(backend, b"next", content(b"next", LENGTH)), "the server that is back")
     assert loaded(backend, [b"k", b"next"]) == [None, content(b"next", LENGTH)]
+
+
+@pytest.mark.parametrize("ends", ["commit", "abort"])
+def test_a_server_that_dies_leaves_nothing_of_values_that_had_begun_and_ended_by_then(
+    server: ServerProcess, lane: Open, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_queue, "LINGER_S", 0.01)
+    backend = lane(lane_path(server))
+    holds = [reserved(backend, key) for key in (b"k", b"l")]
+    for hold in holds:
+        fill(hold, content(b"k", LENGTH), 0, HALF)
+    wait_until(lambda: calls(server, "kv.fill") == 2, "a part of each")
+    server.kill()
+    with backend._write_queue.lock:  # so that the thread that sends finds both
+        for hold in holds:
+            getattr(hold, ends)()
+    assert backend.flush() == (2 if ends == "commit" else 0)
+    own = f"kvredis stores to {backend.address}"
+    wait_until(
+        lambda: own not in [thread.name for thread in threading.enumerate()], "the thread's end, as it has nothing"
+    )
+
+
+def test_a_value_whose_connection_has_gone_meanwhile_leaves_as_a_whole(
+    server: ServerProcess, lane: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_queue, "LINGER_S", 0.01)
+    backend = lane()
+    hold, value = reserved(backend, b"k"), content(b"k", LENGTH)
+    fill(hold, value, 0, HALF)
+    wait_until(lambda: calls(server, "kv.fill") == 1, "a part")
+    (sender,) = backend._write_queue._senders.values()
+    wait_until(lambda: not sender._first.is_owed, "its answer has been read")
+    for number in attached_ids(server):
+        ask(server, "CLIENT", "KILL", "ID", number)
+    wait_until(lambda: not attached_ids(server), "their end")
+    assert put_through(backend, b"other", b"x")
+    fill(hold, value, HALF, LENGTH)
+    hold.commit()
+    assert backend.flush() == 0
+    assert loaded(backend, [b"k", b"other"]) == [value, b"x"]
+    assert backend.stats()["losses"] == 0
 
 
 @pytest.mark.parametrize("ends", ["commit", "abort", ""])
