@@ -313,6 +313,7 @@ class Load:
             return None
         body = stream.coming.popleft()
         if body.error is not None:
+            body.drop()  # its thread may not have begun with it
             self._fail(stream, body.error, is_hung=stream.is_hung(is_silent=body.is_silent))
             return None
         got, self.no_room = body.got, self.no_room + body.has_no_room

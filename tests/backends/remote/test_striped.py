@@ -265,6 +265,34 @@ def test_a_body_that_stops_halfway_beside_others_is_a_miss_within_the_time_given
         assert backend.stats()["losses"] == 0, "it had less time than usual"
 
 
+def test_a_body_that_is_given_up_before_its_thread_begins_with_it_gives_its_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is up while the first comes, which it does all the same; those behind it are not begun any more."""
+    wait_for, forgot = Receiver.wait_for, list[Receiver]()
+
+    def late(receiver: Receiver, body: Body, timeout_s: float) -> bool:
+        if forgot:
+            return body.has_come
+        assert relay.halfway.wait(WAIT_S)
+        forgot.append(receiver)
+        receiver.forget()
+        relay.send_at_once()
+        assert wait_for(receiver, body, WAIT_S)
+        return False
+
+    monkeypatch.setattr(Receiver, "wait_for", late)
+    with connected(tmp_path, 64 * MIB) as (relay, backend, store):
+        relay.lengths, relay.behind = {4: 0}, 7
+        came = []
+        for lease in backend.load(KEYS):
+            came.append(lease is not None)
+            if lease is not None:
+                lease.release()
+        assert came == [True] * 3 + [False] * 6
+        assert store.reserved_bytes == 0
+
+
 def test_an_interrupt_while_bodies_come_stops_all_of_them_before_their_memory_is_given_back(tmp_path: Path) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
         relay.send_at_once()
