@@ -342,16 +342,18 @@ class ChunkLoad(MoverTask):
         logger.warning(text, key.decode("ascii", "replace"), why)
 
     def _drop(self) -> None:
-        """End what is left: no page is written behind this."""
-        if self._leases is not None:
-            self._leases.close()
-        wait_for_all(moving for _, moving in self._under_way)
-        for chunks in (self._next, *(chunks for chunks, _ in self._under_way)):
-            for chunk in chunks:
-                chunk.release()
-        for lease, _ in self._at_hand:
-            if lease is not None:
-                lease.release()
-        self._at_hand.clear()
-        self._under_way.clear()
-        self._next = []
+        """End what is left: no page is written behind this, whatever the backend raises where its part ends."""
+        try:
+            if self._leases is not None:
+                self._leases.close()
+        finally:
+            wait_for_all(moving for _, moving in self._under_way)
+            for chunks in (self._next, *(chunks for chunks, _ in self._under_way)):
+                for chunk in chunks:
+                    chunk.release()
+            for lease, _ in self._at_hand:
+                if lease is not None:
+                    lease.release()
+            self._at_hand.clear()
+            self._under_way.clear()
+            self._next = []
