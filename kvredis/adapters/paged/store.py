@@ -183,9 +183,10 @@ class ChunkStore(MoverTask):
             order.written(bytes_of(chunks))  # room is taken from what is oldest
             if len(chunks) < len(together):
                 self._refused += 1
+                at += len(chunks) + 1 - len(together)
                 if self._job.head_first:  # what is behind a gap is worth nothing
-                    break
-                at += len(chunks) + 1 - len(together)  # those nearer to the head are still worth storing
+                    self._context.counters.add(dropped_stores=len(moves) - at)
+                    break  # else those nearer to the head are still worth storing
             if chunks and chunks[-1].is_on_gpu:  # copies between GPUs are sooner over than asked for
                 self._piece_bytes = self._context.gpu_piece_bytes
                 self._window_bytes = max(self._window_bytes, chunks[-1].gpu_bytes // GPU_PART)
