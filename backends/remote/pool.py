@@ -126,21 +126,25 @@ class Node:
         if self.link.complain(reply):
             self.lose(connection, BackendError(str(reply)[:200]))
 
-    def borrow(self, count: int, *, for_sender: bool = False) -> list[Connection]:
+    def borrow(self, count: int, *, for_sender: bool = False, for_wait: bool = False) -> list[Connection]:
         """Up to `count` connections, for a load or what is stored; none when the server is lost. From a server that
         takes no more the first is waited for, for a moment. A node that is closed gives them to its sender only, which
-        has something left for it."""
+        has something left for it. For an answer that takes its time one by which no reader has leases, if there is one:
+        the server would hear of their end behind that answer, and they end where it does not come."""
         borrowed: list[Connection] = []
         try:
             while len(borrowed) < count and self._home.is_here():
                 with self._lock:
                     if self._closed and not for_sender:
                         break
-                    idle = self._idle.pop() if self._idle else None
+                    idle = self._take_idle(for_wait=for_wait)
                 if idle is not None and idle.stale():
                     self.retire(idle)
                     continue
                 connection = idle or self.open()  # a new one is not doubted, or a server that hangs up keeps us here
+                if connection is None and for_wait and self._idle:
+                    for_wait = False  # better that one than none
+                    continue
                 if connection is None:
                     if not borrowed and self.link.is_full and self._one_comes_back():
                         continue
@@ -150,6 +154,13 @@ class Node:
             self.bring_back(borrowed)
             raise
         return borrowed
+
+    def _take_idle(self, *, for_wait: bool) -> Connection | None:
+        """Take the idle connection that came back last; under the lock."""
+        for place in reversed(range(len(self._idle))):
+            if not (for_wait and self._idle[place].has_leases):
+                return self._idle.pop(place)
+        return None
 
     def load_connections_with(self, connection: Connection) -> int:
         """How many connections a load uses, `connection` being the first of them, and so many stay open from now on.
@@ -310,7 +321,7 @@ class Node:
         Raises TimeoutError when the server has not answered `within_s`, where that is less than the usual time: it is
         not lost for that.
         """
-        lent = self.borrow(1)
+        lent = self.borrow(1, for_wait=True)
         until_s = time.monotonic() + within_s
         try:
             if not lent:

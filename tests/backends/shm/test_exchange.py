@@ -57,6 +57,27 @@ def lane(server: ServerProcess) -> Iterator[Open]:
     wait_until(lambda: lane_figures(server) == (0, 0), "the end of the test's connections")
 
 
+def test_a_lease_ends_while_another_thread_waits_for_what_is_stored(lane: Open, server: ServerProcess) -> None:
+    """Its connection is idle by then, but an answer that takes its time would hold up the news of the lease's end."""
+    backend, other = lane(timeout_s=60.0), lane()
+    store_blocks(backend, [b"k"])
+    (lease,) = backend.load([b"k"])
+    assert lease is not None
+    assert lane_figures(server)[1] == 1
+    assert other.expect([b"coming"], 60.0) == 1
+    waiting = threading.Thread(target=backend.wait_for, args=([b"coming"], 30.0))
+    waiting.start()
+    try:
+        wait_until(lambda: ask(server, "INFO", "clients")["blocked_clients"] == 1, "the question")
+        assert lease.held
+        lease.release()
+        wait_until(lambda: lane_figures(server)[1] == 0, "the end of the lease")
+        assert waiting.is_alive()
+    finally:
+        assert put_through(other, b"coming", b"x")
+        waiting.join()
+
+
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged of which way values go."""
     return [record.getMessage() for record in caplog.records if record.name == discovery.__name__]
