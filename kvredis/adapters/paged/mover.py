@@ -331,10 +331,10 @@ class ChunkMover:
         return 0
 
     @staticmethod
-    def _error_of(work: Callable[[], None]) -> Exception | None:
+    def _error_of(work: Callable[[], None]) -> BaseException | None:
         try:
             work()
-        except Exception as error:
+        except BaseException as error:  # whatever it is, the engine waits for the end of its jobs
             return error
         return None
 

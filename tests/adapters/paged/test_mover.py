@@ -351,6 +351,25 @@ def test_a_broken_backend_is_a_failed_load_and_one_line_in_the_log(caplog: pytes
         assert load_now(mover, LoadJob("r", moves)) == 2
 
 
+@pytest.mark.parametrize("waits_s", [0.0, 10.0], ids=["load", "awaited load"])
+def test_what_ends_a_thread_ends_no_job_without_a_word(monkeypatch: pytest.MonkeyPatch, waits_s: float) -> None:
+    engine, backend, moves = PagedEngine(), FakeBackend(), moves_of("a", 3)
+
+    def ended(*_: object, **__: object) -> None:
+        raise SystemExit("this thread alone")
+
+    monkeypatch.setattr(backend, "match", ended)
+    monkeypatch.setattr(backend, "load", ended)
+    with mover_on(backend, engine) as mover:
+        mover.load(LoadJob("r", moves, waits_s))
+        mover.store(StoreJob("s", moves, 3 * CHUNK))
+        assert mover.settle(5.0)
+        finished = mover.finished()
+    assert (finished.loaded, finished.stored) == ({"r"}, {"s"})
+    assert mover.stats()["errors"] == 2
+    assert set(finished.failed_pages["r"]) == pages_in(moves)
+
+
 def test_a_move_that_cannot_be_is_a_failed_one(caplog: pytest.LogCaptureFixture) -> None:
     engine = PagedEngine(groups=1)
     moves = moves_of("a", 2)
