@@ -146,7 +146,7 @@ class ChunkLoad(MoverTask):
         self._at_hand: deque[tuple[Lease | None, memoryview | None]] = deque()
         """Those of them that have not been taken, and the heads of blocks on a GPU."""
         self._taken = 0
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._waits = True
         """Whether it may wait for its own copies."""
         self._next: list[LeasedChunk] = []  # of one group
@@ -169,7 +169,7 @@ class ChunkLoad(MoverTask):
         try:
             while self._failure is None and not self._is_sent and self._under_way_bytes + self._next_bytes < left_bytes:
                 self._take()
-        except Exception as error:
+        except BaseException as error:  # it is this load's, whatever it is
             self._failure = error
         finally:
             self._waits = True

@@ -194,7 +194,10 @@ def test_a_load_that_cannot_begin_fails_alone() -> None:
     assert set(finished.failed_pages["second"]) == pages_in(SECOND.moves)
 
 
-def test_a_load_that_failed_while_it_was_begun_goes_on_with_no_other_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", [MemoryError, SystemExit])
+def test_a_load_that_failed_while_it_was_begun_goes_on_with_no_other_chunk(
+    failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is begun anew with each copy of the first: what comes then would be taken for what has failed."""
     second = LoadJob("second", moves_of("b", 5))
     backend, source = with_blocks(FIRST, second)
@@ -206,7 +209,7 @@ def test_a_load_that_failed_while_it_was_begun_goes_on_with_no_other_chunk(monke
     def one_is_starved(block, *args, **kwargs):  # type: ignore[no-untyped-def]
         if not starved.is_set() and lacking.endswith(bytes(block.tensor)):
             starved.set()
-            raise MemoryError("no room for a part of a block")
+            raise failure("no room for a part of a block")
         return excerpt(block, *args, **kwargs)
 
     monkeypatch.setattr(paged_load, "excerpt", one_is_starved)
@@ -223,6 +226,7 @@ def test_a_load_that_failed_while_it_was_begun_goes_on_with_no_other_chunk(monke
         assert mover.settle(WAIT_S)
         finished = mover.finished()
         assert mover.stats()["errors"] == 1
+    assert finished.failed_pages.keys() == {"second"}
     failed = set(finished.failed_pages["second"])
     come = [move for move in second.moves if not failed & pages_in([move])]
     assert all(engine.bytes_of(move) == source.bytes_of(move) for move in come)
