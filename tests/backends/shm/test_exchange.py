@@ -78,6 +78,26 @@ def test_a_lease_ends_while_another_thread_waits_for_what_is_stored(lane: Open, 
         waiting.join()
 
 
+def test_a_wait_lasts_as_long_as_its_caller_says_though_each_answer_must_come_sooner(
+    lane: Open, server: ServerProcess
+) -> None:
+    def questions() -> int:
+        return int(ask(server, "INFO", "commandstats").get("cmdstat_kv.match", {"calls": 0})["calls"])
+
+    backend, other, found = lane(timeout_s=0.2), lane(), list[int]()
+    assert other.expect([b"coming"], 60.0) == 1
+    before = questions()
+    waiting = threading.Thread(target=lambda: found.append(backend.wait_for([b"coming"], 30.0)))
+    waiting.start()
+    try:
+        wait_until(lambda: questions() > before + 2, "a question behind those that took their time")
+        assert found == []
+    finally:
+        assert put_through(other, b"coming", b"x")
+        waiting.join()
+    assert found == [1]
+
+
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged of which way values go."""
     return [record.getMessage() for record in caplog.records if record.name == discovery.__name__]
