@@ -188,6 +188,8 @@ class Store(StoreState):
                 self.stats.overwritten += 1
             if self.journal is not None:
                 self.journal += [("del", *old), ("set", *new)]
+            if self.gpu is not None:
+                self.gpu.renamed(old)
             if self.tiering is not None and not self.tiering.rename(entry, old):
                 self.lapse(entry)  # the disk has let go of it a moment ago
                 return True
@@ -208,6 +210,9 @@ class Store(StoreState):
             if self.tiering is not None:
                 self.tiering.swap(first, second)
                 self.writes += 1
+            if self.gpu is not None:
+                for space in (first, second):
+                    self.gpu.renamed_all(space)
             self.index.swap(first, second, self.writes)
 
     # ---- leaving -------------------------------------------------------------------------------------------------
@@ -220,6 +225,8 @@ class Store(StoreState):
             spaces = range(len(self.index.spaces)) if space is None else (space,)
             if self.tiering is not None:
                 self.tiering.clear(space)
+            if self.gpu is not None:
+                self.gpu.renamed_all(space)
             leaving: list[dict[bytes, Entry]] = []
             buckets: list[set[bytes]] = []
             for each in spaces:

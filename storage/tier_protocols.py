@@ -66,6 +66,14 @@ class DeviceTier(Protocol):
         """Note that an entry has left memory."""
         ...
 
+    def renamed(self, old: tuple[bytes, int]) -> None:
+        """Note that an entry has another name than this."""
+        ...
+
+    def renamed_all(self, space: int | None) -> None:
+        """Note that a database, or with None all, is emptied or exchanged."""
+        ...
+
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """Note that entries, some of which may be there, were used, given head first."""
         ...

@@ -224,6 +224,14 @@ class GpuTier:
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
 
+    def renamed(self, old: tuple[bytes, int]) -> None:
+        """Note that an entry has another name than this, under which others may be stored from now on."""
+        self.transfers.forget(*old)
+
+    def renamed_all(self, space: int | None) -> None:
+        """The same of all entries of a database, or with None of all: it is emptied or exchanged."""
+        self.transfers.forget_all(space)
+
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """Note that a run of blocks, given head first, was wanted at one instant."""
         here = [entry for entry in entries if entry in self._blocks]

@@ -1,7 +1,7 @@
 """Blocks in GPU memory, with a library in libcuda's place: how they get to memory and to disk, and what they hold."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -238,6 +238,35 @@ def test_a_name_takes_its_block_along_and_an_end_ends_it(on: OnGpu) -> None:
     on.clock.now_s += 2
     on.store.collect_expired()
     assert on.gpu.used_bytes == on.store.away == 0
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda store: store.move((b"a", 0), (b"b", 0)),
+        lambda store: store.swap(0, 1),
+        lambda store: store.flush(later=True),
+    ],
+    ids=["rename", "swap", "flush"],
+)
+def test_a_block_comes_whose_name_another_had_as_it_was_copied(
+    on: OnGpu, leave: Callable[[Store], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, waits = on.gpu.arena.read, []
+
+    def read_and_change(offset: int, into: memoryview) -> None:
+        monkeypatch.undo()
+        copy(offset, into)
+        leave(on.store)
+        on.put(b"a")
+        waits.append(on.gpu.bring([(b"a", 0)], lambda _: None))
+
+    on.put(b"a")
+    on.gpu.bring([(b"a", 0)], lambda _: None)
+    monkeypatch.setattr(on.gpu.arena, "read", read_and_change)
+    on.io.run()
+    assert len(waits) == 1
+    assert read(on.store, b"a") == on.content(b"a")
 
 
 @pytest.mark.parametrize("held", [False, True])
