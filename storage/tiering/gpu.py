@@ -352,7 +352,7 @@ class GpuTier:
 
     def send_for(self, kind: Kind, entry: Entry, done: Callable[[Transfer[None]], None] | None) -> Transfer[None]:
         """Have a block copied to memory, or join the transfer that does it."""
-        read = partial(self._read_in, entry.key, entry.space, drop=kind is Kind.PROMOTE)
+        read = partial(self._read_in, entry.key, entry.space, kind)
         start = partial(self.io.submit, kind.priority, entry.length, read)
         return self.transfers.join_or_start(kind, entry.key, entry.space, start, done)
 
@@ -479,6 +479,9 @@ class GpuTier:
         if block is None:
             return
         self._policy.forget(entry)
+        tiering = self.store.tiering
+        if tiering is not None and entry.record is not None and not (entry.is_resident or entry.database.flushed):
+            tiering.unloaded(entry, entry.record)  # a reader who joins its way to disk now would wait in vain
         self.live_bytes -= block.extent.length
         if block.holds:
             self.retired_bytes += block.extent.length
@@ -601,13 +604,19 @@ class GpuTier:
 
     # ---- copies, in the tier's threads -------------------------------------------------------------------------------
 
-    def _read_in(self, key: bytes, space: int, *, drop: bool) -> None:
-        """Copy a block to memory. NoRoom when there is none; without `drop` no block leaves unwritten for it."""
-        store = self.store
+    def _read_in(self, key: bytes, space: int, kind: Kind) -> None:
+        """Copy a block to memory; one that is wanted there and has left the GPU meanwhile is read from disk. NoRoom
+        when there is none; but for a PROMOTE no block leaves unwritten for it."""
+        store, drop = self.store, kind is Kind.PROMOTE
         with store.lock:
             entry = store.index.get(key, space)
-            if entry is None or entry.is_resident or (block := self.hold(entry)) is None:
+            if entry is None or entry.is_resident:
                 return
+            block = self.hold(entry)
+        if block is None:
+            if isinstance(store.tiering, Tiering) and kind is not Kind.SPILL:
+                store.tiering.disk_io.read_in(key, space, drop=drop)
+            return
         began_s = store.now_s()
         extent = None
         try:

@@ -13,6 +13,7 @@ from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.memory.device_arena import DeviceArena
 from kvredis.storage.store import Store
 from kvredis.storage.tiering.gpu import ABANDONED_S, LIFTED_FOR_S, GpuReservation, GpuTier
+from kvredis.storage.tiering.manager import Bringing, Tiering
 from tests.stand_in_cuda import stand_in_cuda
 from tests.storage.small_store import Clock, content, read
 
@@ -329,6 +330,49 @@ def test_what_is_saved_is_read_from_the_gpu_and_comes_back_after_a_crash(fails: 
     on.store.add_disk(DiskTier.open(options))
     assert [on.tier(key) for key in (b"a", b"b")] == ["disk"] * 2
     on.store.close()
+
+
+@pytest.fixture
+def over(on: OnGpu, tmp_path: Path) -> Iterator[Tiering]:
+    """The tiers of that store with a disk, whose jobs run when the test says so, too."""
+    disk = DiskTier.open(DiskOptions(tmp_path / "disk", 16 * MIB, False, MIB), now_ms=on.clock.ms())
+    tiering = on.store.tiering = Tiering(on.store, disk, ManualIo(), 0.5)
+    tiering.gpu = on.gpu
+    yield tiering
+    on.store.tiering = None
+    tiering.close(save=False)
+
+
+def test_a_block_that_leaves_the_gpu_before_its_copy_begins_comes_from_disk(on: OnGpu, over: Tiering) -> None:
+    on.put(b"a")
+    over.saving.save(0, lambda _: None)
+    over.io.drain(0.0)
+    wait = over.bring([(b"a", 0)], lambda _: None)
+    on.put(*keys(BLOCKS), drop=True)
+    assert on.tier(b"a") == "disk"
+    on.io.run()
+    assert read(on.store, b"a") == on.content(b"a")
+    assert wait is not None
+    wait.release()
+
+
+def test_a_block_comes_that_left_the_gpu_as_its_way_to_disk_ended(on: OnGpu, over: Tiering) -> None:
+    def leave_and_ask() -> None:
+        over.call_on_room(lambda: None)
+        on.put(*keys(BLOCKS), drop=True)
+        waits.append(over.bring([(b"a", 0)], lambda _: None))
+
+    waits: list[Bringing | None] = []
+    on.put(b"a")
+    entry = on.store.find(b"a")
+    assert entry is not None
+    over.call_on_room(leave_and_ask)
+    over.spill([entry])
+    over.io.drain(0.0)
+    assert read(on.store, b"a") == on.content(b"a")
+    (wait,) = waits
+    assert wait is not None
+    wait.release()
 
 
 def test_a_value_that_memory_could_never_take_is_refused(on: OnGpu) -> None:
