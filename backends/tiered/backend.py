@@ -165,6 +165,8 @@ class LayeredBackend:
             return 0
         find = self.near.store.find
         near = [key for key in keys if find(key) is not None]
+        for key in near:  # first, or a lookup would send it again behind the delete
+            self._staging.note_sent(key)
         if near:
             self.far.delete(near)
         elsewhere = [key for key in keys if find(key) is None]

@@ -1,7 +1,7 @@
 """What the far side of a layered backend has not got: kept near, remembered, sent again, and never a tail alone."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import pytest
@@ -184,6 +184,26 @@ def test_what_is_on_its_way_cannot_be_evicted_and_is_sent_whole(fake: FakeServer
         shelf.open.set()
         assert backend.flush() == 0
         assert {key: shelf.values[key] for key in keys} == {key: content(key, LENGTH) for key in keys}
+
+
+def test_a_lookup_in_the_middle_of_a_delete_sends_nothing_of_it_again(
+    backend: LayeredBackend, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, delete = keys_of(24), backend.far.delete
+
+    def delete_and_look_up(deleted: Sequence[bytes]) -> int:
+        count = delete(deleted)
+        backend.match(keys)
+        return count
+
+    store_prompt(backend, keys)
+    shelf.open.set()
+    assert backend.flush() == 0
+    rested(backend, monkeypatch)
+    monkeypatch.setattr(backend.far, "delete", delete_and_look_up)
+    assert backend.delete(keys[16:]) == 8
+    assert backend.flush() == 0
+    assert sorted(shelf.values) == sorted(keys[:16])
 
 
 def test_a_block_that_is_deleted_while_it_is_on_its_way_is_gone_from_both(
