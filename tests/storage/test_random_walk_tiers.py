@@ -297,8 +297,10 @@ class Walk:
             return
         self.let_go()
         if self.rng.random() < 0.5:
+            self.nested = True  # a caller who came in between would hold on to a store that is closed
             self.save()
             self.tiers.io.run()
+            self.nested = False
             self.follow()
         if self.tiers.disk.waits:  # what is on disk then is of another moment
             return

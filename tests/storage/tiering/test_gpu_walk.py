@@ -1,6 +1,7 @@
 """The random walk over a store with a disk, with GPU memory beside: blocks are written and leased there too."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from kvredis.storage.entry import INLINE_BYTES_MAX
 from kvredis.storage.memory import cuda
 from kvredis.storage.memory.device_arena import DeviceArena
 from kvredis.storage.tiering.gpu import GpuLease, GpuReservation, GpuTier
+from kvredis.storage.tiering.manager import Bringing
 from tests.gate import nightly
 from tests.stand_in_cuda import stand_in_cuda
 from tests.storage.test_random_walk_tiers import HOLDS_MAX, Terrain, Value, Walk
@@ -26,8 +28,11 @@ class GpuWalk(Walk):
 
     def __init__(self, terrain: Terrain, directory: Path, fails: Path) -> None:
         self.fails = fails
+        self.copies = False  # the GPU's threads are at work
+        self.alone = False  # none comes in between
         self.gpu_writers: list[tuple[GpuReservation, bytes]] = []
         self.gpu_leases: list[tuple[GpuLease, bytes]] = []
+        self.swaps = 0
         super().__init__(terrain, directory)
 
     def open(self) -> TieredStore:
@@ -37,7 +42,10 @@ class GpuWalk(Walk):
         self.gpu_io.clock = tiers.clock
         self.gpu = tiers.store.gpu = GpuTier(tiers.store, DeviceArena.create(2 * MIB), self.gpu_io)
         tiers.tiering.gpu = self.gpu
-        disk_run, gpu_run = tiers.io.run, self.gpu_io.run
+        self.gpu_run = self.gpu_io.run
+        disk_run, gpu_run = tiers.io.run, self.gpu_turn
+        for name in ("read", "write"):
+            setattr(self.gpu.arena, name, partial(self.copy, getattr(self.gpu.arena, name)))
 
         def run(jobs_max: int = 1 << 40) -> int:
             """Run jobs of both, by turns, until there is none."""
@@ -48,6 +56,48 @@ class GpuWalk(Walk):
 
         tiers.io.run = run  # type: ignore[method-assign]
         return tiers
+
+    def gpu_turn(self, jobs_max: int) -> int:
+        """Run jobs of the GPU's threads."""
+        self.copies = True
+        try:
+            return self.gpu_run(jobs_max)
+        finally:
+            self.copies = False
+
+    def copy(self, move: Callable[[int, memoryview], None], offset: int, memory: memoryview) -> None:
+        """Copy a block; another thread comes in between."""
+        if self.copies and not (self.nested or self.alone) and self.rng.random() < 0.3:
+            self.nested = True
+            with self.noted():
+                self.act()
+            self.nested = False
+        move(offset, memory)
+
+    def bring(self) -> None:
+        """What is waited for comes, if it is still what its name holds, there is room and nothing fails."""
+        names = [self.name() for _ in range(self.rng.randrange(1, 5))]
+        wanted = {name: self.store.find(*name) for name in names}
+        swaps = self.swaps
+
+        def told(bringing: Bringing) -> None:
+            self.told.append(bringing)
+            if bringing.refused or self.terrain.faults or self.swaps != swaps:
+                return
+            with self.noted():
+                for name, entry in wanted.items():
+                    there = entry is None or entry.is_resident or self.store.index.get(*name) is not entry
+                    assert there, f"{name} was waited for and has not come"
+
+        bringing = self.tiers.tiering.bring(names, told)
+        self.follow()
+        self.waits += [] if bringing is None else [bringing]
+        if len(self.waits) > HOLDS_MAX:
+            self.waits.pop(0).release()
+
+    def swap(self) -> None:
+        super().swap()
+        self.swaps += 1
 
     def bytes_at(self, offset: int, length: int) -> bytes:
         """What lies on the GPU, as a client that maps it sees it."""
@@ -144,6 +194,7 @@ class GpuWalk(Walk):
         self.totals.update(gpu.stats.as_dict())
 
     def end(self) -> None:
+        self.alone = True
         super().end()
         assert self.gpu.allocator.free_bytes == self.gpu.arena.nbytes
         self.totals.update(self.gpu.stats.as_dict())
@@ -159,6 +210,8 @@ TERRAINS = [
     Terrain(7, "FIFO", evicts=False, disk_bytes=32 * MIB),
     nightly(Terrain(8, keep=False, faults=True)),
     nightly(Terrain(9, "VOLATILE-LRU")),
+    Terrain(16, "LFU", keep=False, disk_bytes=8 * MIB),
+    Terrain(47, "MRU", disk_bytes=4 * MIB),
 ]
 
 
