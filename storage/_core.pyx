@@ -252,6 +252,7 @@ cdef class Holes:
     cdef int insert(self, unsigned long long start, unsigned long long length, Py_ssize_t at) except -1:
         """Have one hole more, at that place of those in the order of their addresses."""
         cdef Py_ssize_t wanted = max(2 * self.room, <Py_ssize_t> 64)
+        cdef unsigned long long sized = self.sized(length, start)
         if self.count == self.room:
             # Both before anything is changed.
             more = <unsigned long long *> realloc(self.by_start, wanted * sizeof(start))
@@ -263,7 +264,6 @@ cdef class Holes:
                 raise MemoryError
             self.by_length, self.room = more, wanted
         self.enter(self.by_start, at, self.placed(start, length))
-        sized = self.sized(length, start)
         self.enter(self.by_length, first_from(self.by_length, self.count, sized), sized)
         self.count += 1
         return 0
@@ -376,6 +376,7 @@ cdef class Holes:
 
     def lengths(self):
         cdef Py_ssize_t at
+        cdef unsigned long long hole
         found = []
         for at in range(self.count):
             hole = self.by_length[at]

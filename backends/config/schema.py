@@ -88,7 +88,7 @@ class Config:
         0.0,
         parsers.size_gib_or_none,
         "SIZE",
-        "the disk tier, in GiB or with a unit, 16 TiB at most, 0 = none; needs local_disk as well",
+        "the disk tier, in GiB or with a unit, 256 TiB at most, 0 = none; needs local_disk as well",
     )
     remote_url: str | None = _key(
         None,

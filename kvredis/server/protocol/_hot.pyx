@@ -1072,8 +1072,7 @@ cdef class HotSession:
         if not self._replies or self._transport is None or self._transport.is_closing():
             return
         if busy:  # with another loop's client, of which replies are in `out`
-            replies, self._replies, self._reply_bytes = self._replies, [], 0
-            self._send(b"".join(replies))
+            self.send_gathered()
         else:
             self.send()
 
@@ -1147,14 +1146,17 @@ cdef class HotSession:
 
     cdef int send(self) except -1:
         """Send what was gathered, as Session._flush does, which is asked where that may not be all."""
-        cdef list replies
-        cdef Py_ssize_t nbytes = 0
         if not out_bytes and not self._replies:
             return 0
         if self.goes_at_once() and self.sent_at_once():
             return 0
         self.settle()
-        replies = self._replies
+        return self.send_gathered()
+
+    cdef int send_gathered(self) except -1:
+        """The same by the transport, without what is in `out`."""
+        cdef list replies = self._replies
+        cdef Py_ssize_t nbytes = 0
         if self._is_behind or (self._lent and (self.splices or not self._lends)) or self._reply_bytes >= LENT_MAX:
             if self._lent:
                 self._flush()

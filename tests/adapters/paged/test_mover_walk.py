@@ -54,6 +54,20 @@ class Walk:
         for group, pages in enumerate(self.free):
             self._wipe(group, pages, FREE)
 
+    def run(self) -> dict[str, int | float]:
+        """Take all steps, cancel half of what is left, and look at it all when it is over. Gives the mover's
+        counters."""
+        for _ in range(STEPS):
+            self.step()
+        for name in sorted(self.jobs)[::2]:
+            self.mover.cancel(name)
+            self.cancelled.add(name)
+        assert self.mover.settle(WAIT_S)
+        self.look()
+        assert not self.jobs
+        assert [len(free) for free in self.free] == [PAGES, PAGES]
+        return self.mover.stats()
+
     def step(self) -> None:
         """One thing that an engine may do, or that may happen to it."""
         kinds = [self.load, self.store, self.cancel, self.layers, self.damage, self.look, self.evict, self.rest]
@@ -185,16 +199,7 @@ def test_whatever_is_asked_what_has_come_is_right_and_nothing_else_is_written(
     )
     with closing(ChunkMover(backend, engine.groups, options)) as mover:
         walk = Walk(seed, engine, mover, backend)
-        for _ in range(STEPS):
-            walk.step()
-        for name in sorted(walk.jobs)[::2]:
-            mover.cancel(name)
-            walk.cancelled.add(name)
-        assert mover.settle(WAIT_S)
-        walk.look()
-        stats = mover.stats()
-    assert not walk.jobs
-    assert [len(free) for free in walk.free] == [PAGES, PAGES]
+        stats = walk.run()
     assert walk.compared >= 10, "else it has shown nothing"
     assert stats["corrupt_chunks"] + stats["missing_chunks"] > 0
     assert stats["errors"] == stats["loading_chunks"] == stats["storing_chunks"] == 0
