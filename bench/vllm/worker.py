@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -160,9 +161,30 @@ def tell_layout() -> None:
         if hasattr(connector, "group_kv_cache_pointers_on_gpu"):  # version 3
             connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
             connector._initialize_kv_cache_pointers()
+        keep_answers()  # no sooner: vLLM cannot begin where its package is loaded already
         register(self, kv_caches)
 
     LMCacheConnectorV1.register_kv_caches = learn
+
+
+def keep_answers() -> None:
+    """Have LMCache's native client note down who asks for keys before an answer is handed out. WHY: LMCache (0.5.6 and
+    0.5.7rc2) asks first. An answer that comes between is lost, the thread that looks prompts up waits for ever, and
+    each prompt from then on takes 3 s longer and finds nothing."""
+    from lmcache.v1.storage_backend.native_clients.connector_client_base import ConnectorClientBase
+
+    held, on_ready = threading.Lock(), ConnectorClientBase._on_ready
+
+    def hand_out(self: Any) -> None:
+        with held:
+            on_ready(self)
+
+    def batch_exists_sync(self: Any, keys: list[str]) -> Any:
+        with held:
+            answer = self._register_future_sync("batch_exists", int(self._client.submit_batch_exists(keys)))
+        return answer.result()
+
+    ConnectorClientBase._on_ready, ConnectorClientBase.batch_exists_sync = hand_out, batch_exists_sync
 
 
 def settled(_worker: Any, wait_s: float) -> bool:

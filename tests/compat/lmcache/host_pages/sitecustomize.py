@@ -1,19 +1,15 @@
 """Gives LMCache a connector to the pages of a vLLM on the CPU, which it has for GPUs alone; Python imports this file
-when it starts.
-
-LMCache's native client is given a lock, too: it notes down who asks only after it has asked. On a busy machine the
-answer comes between and is lost, and the thread that looks prompts up waits for ever. All else is LMCache's own.
+when it starts. All else is LMCache's own.
 """
 
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-PAGES, CLIENT = "lmcache.v1.gpu_connector", "lmcache.v1.storage_backend.native_clients.connector_client_base"
+PAGES = "lmcache.v1.gpu_connector"
 
 
 class Changed(SourceFileLoader):
@@ -21,38 +17,18 @@ class Changed(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        names = vars(module)
-        if module.__name__ == PAGES:
-            kind = host_pages()
-            names["CreateGPUConnector"] = lambda config, metadata, engine, layout_hints=None: kind(metadata)
-        else:
-            lock(names["ConnectorClientBase"])
+        kind = host_pages()
+        vars(module)["CreateGPUConnector"] = lambda config, metadata, engine, layout_hints=None: kind(metadata)
 
 
 class Finder(MetaPathFinder):
     """Finds those modules alone."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name in (PAGES, CLIENT) else None
+        spec = PathFinder.find_spec(name, path) if name == PAGES else None
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = Changed(spec.loader.name, spec.loader.path)
         return spec
-
-
-def lock(client: Any) -> None:
-    """Have answers wait until those who ask are noted down."""
-    held, ready = threading.Lock(), client._on_ready
-
-    def on_ready(self: Any) -> None:
-        with held:
-            ready(self)
-
-    def batch_exists_sync(self: Any, keys: list[str]) -> Any:
-        with held:
-            answer = self._register_future_sync("batch_exists", int(self._client.submit_batch_exists(keys)))
-        return answer.result()
-
-    client._on_ready, client.batch_exists_sync = on_ready, batch_exists_sync
 
 
 def host_pages() -> type:
