@@ -225,8 +225,7 @@ class Router:
                     told = await answer.read()
                     if 400 <= answer.status < 500:
                         engine.answered()
-                        kept = {name: answer.headers[name] for name in ("Content-Type",) if name in answer.headers}
-                        raise Refused(web.Response(status=answer.status, body=told, headers=kept))
+                        raise Refused(web.Response(status=answer.status, body=told, headers=_passed_on(answer.headers)))
                     if answer.status != 200:
                         raise ValueError(f"it has answered {answer.status}")
                     params = json.loads(told).get("kv_transfer_params")

@@ -423,13 +423,15 @@ async def test_a_prefill_engines_refusal_is_the_clients_answer(tmp_path: Path) -
     refusal = {"error": {"message": "this model has 2048 tokens", "type": "BadRequestError", "code": 400}}
 
     async def refusing(_request: web.Request) -> web.StreamResponse:
-        return web.json_response(refusal, status=400)
+        return web.json_response(refusal, status=400, headers={"Retry-After": "7", "Connection": "close"})
 
     async with apart(tmp_path, refusing) as setup:
+        async with setup.proxy.ask() as answer:
+            assert (answer.headers["Retry-After"], "Connection" in answer.headers) == ("7", False)
         assert await setup.proxy.complete() == (400, refusal)
         assert await setup.proxy.complete() == (400, refusal)
     assert setup.decode.asked == []
-    assert len(setup.prefill.asked) == 2
+    assert len(setup.prefill.asked) == 3
     assert setup.proxy.lines == []
 
 
