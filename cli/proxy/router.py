@@ -66,6 +66,8 @@ OF_A_CONNECTION: Final = frozenset(
     | {"transfer-encoding", "upgrade", "expect"}
 )
 """Headers that are not passed on."""
+OF_OUR_OWN: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""Headers that aiohttp would add where a client has sent none: an engine would compress for one that did not ask."""
 UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
@@ -176,7 +178,13 @@ class Router:
     async def _connected(self, _app: web.Application) -> Any:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S_MAX)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._session:
+        async with aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            skip_auto_headers=OF_OUR_OWN,
+            cookie_jar=aiohttp.DummyCookieJar(),  # what an engine tells one client to keep is not the next one's
+        ) as self._session:
             yield
 
     def _ask(self, engine: Engine, request: web.Request, data: bytes, **options: Any) -> Any:

@@ -351,6 +351,32 @@ async def test_an_answer_that_is_compressed_is_passed_on_so(tmp_path: Path) -> N
     assert setup.prefill.only.headers["Accept-Encoding"] == "identity"
 
 
+async def test_a_cookie_that_an_engine_sets_for_one_client_does_not_come_with_the_next_ones_request(
+    tmp_path: Path,
+) -> None:
+    async def setting(_request: web.Request) -> web.StreamResponse:
+        return web.Response(headers={"Set-Cookie": "session=first; Path=/"})
+
+    async with engine(prefilled) as p, engine(setting) as d:
+        by_name = d.url.replace("127.0.0.1", "localhost")  # of a mere address no cookie is kept anyway
+        async with proxying([p.url], [by_name], tmp_path / "log") as proxy:
+            get = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n%b\r\n"
+            assert b"Set-Cookie: session=first" in await exchanged(proxy.url, get % b"")
+            await exchanged(proxy.url, get % b"")
+            await exchanged(proxy.url, get % b"Cookie: session=mine\r\n")
+    assert [asked.headers.get("Cookie") for asked in d.asked] == [None, None, "session=mine"]
+
+
+async def test_no_header_is_made_up_that_a_client_has_not_sent(tmp_path: Path) -> None:
+    async with apart(tmp_path) as setup:
+        for path in (b"/tokenize", COMPLETIONS.encode()):
+            sent = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}" % path
+            assert b" 200 " in await exchanged(setup.proxy.url, sent)
+    asked = [each.headers.keys() - {"Host", "Content-Length", "Connection"} for each in setup.decode.asked]
+    assert asked == [set(), {"Content-Type", "X-Request-ID"}]
+    assert "User-Agent" not in setup.prefill.only.headers
+
+
 async def test_events_are_passed_on_one_by_one_as_they_come(tmp_path: Path) -> None:
     got = asyncio.Event()
 
