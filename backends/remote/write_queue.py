@@ -348,7 +348,8 @@ class Sender:
         parts = self._begun.pop(item, None) if isinstance(item, RemoteReservation) else None
         pipeline = self._next_pipeline(mine) if parts is None else parts.pipeline
         if pipeline is None:
-            self._give_up(mine)
+            if not self._leave_to_first(mine, item):
+                self._give_up(mine)
             self._hang_up(mine)
             return
         beside, is_long = 1, _is_long(item)
@@ -365,6 +366,18 @@ class Sender:
             self._read_some(mine, pipeline)
         if is_long:
             self._pace_s = (time.monotonic() - began_s) / beside
+
+    def _leave_to_first(self, mine: SendThread, item: Item) -> bool:
+        """Put back an item for which a helper has no connection any more, as the server takes no more of them. False:
+        the server is lost, or it is the first thread that has none."""
+        with self._changed:
+            if mine is self._first or self._first.thread is None or self._write_queue.over or self._node.link.waiting:
+                return False
+            self._queue.appendleft(item)
+            self._long += _is_long(item)
+            self._let_go(mine, item)
+            self._changed.notify_all()
+            return True
 
     def _next_pipeline(self, mine: SendThread) -> SetPipeline | None:
         """A thread's pipelines in turn; a new one as long as there are less than may be. None: the server takes

@@ -336,6 +336,28 @@ def test_a_server_that_was_restarted_while_the_threads_waited_for_more_is_no_los
     assert (backend.stats()["losses"], backend.stats()["stored"]) == (0, 37)
 
 
+def test_a_helper_whose_connection_was_closed_by_a_server_that_takes_no_more_leaves_its_value_to_the_first_thread(
+    server_of: StartServer, threaded: Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_queue, "LINGER_S", 600.0)
+    server = server_of("kvredis")
+    backend, keys = threaded(server.url), keys_of(12)
+    put_all(backend, keys)
+    assert backend.flush() == 0
+    wait_until(lambda: int(backend.stats()["connections"]) == len(senders()), "none is being opened")
+    assert len(senders()) > 1
+    with contextlib.closing(redis.Redis(unix_socket_path=server.url.removeprefix("unix://"))) as client:
+        asks = client.client_id()
+        _first, *helpers = sorted(int(each["id"]) for each in client.client_list() if int(each["id"]) != asks)
+        for number in helpers:
+            client.client_kill_filter(_id=str(number))
+        wait_until(lambda: len(client.client_list()) == 2, "they are closed")
+        client.config_set("maxclients", 2)
+        put_all(backend, keys)
+        assert backend.flush() == 0
+    assert (backend.stats()["losses"], backend.stats()["dropped"], backend.stats()["stored"]) == (0, 0, 25)
+
+
 # ---- errors and ends -------------------------------------------------------------------------------------------------
 
 
