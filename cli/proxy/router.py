@@ -244,7 +244,7 @@ class Router:
             except TimeoutError:
                 engine.failed(f"it has not answered in {self._prefill_timeout.total:g} s")
                 return None
-            except (aiohttp.ClientError, AttributeError, ValueError) as error:
+            except (aiohttp.ClientError, AttributeError, ValueError, RecursionError) as error:
                 engine.failed(_why(error))  # it has begun: another one may not fare better with this prompt
                 return None
         return None

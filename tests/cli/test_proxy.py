@@ -72,6 +72,10 @@ async def unreadable(_request: web.Request) -> web.StreamResponse:
     return web.Response(text="<html>a page</html>", content_type="text/html")
 
 
+async def too_deep(_request: web.Request) -> web.StreamResponse:
+    return web.Response(text='{"kv_transfer_params":' + "[" * 100_000, content_type="application/json")
+
+
 async def silent(_request: web.Request) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError
@@ -400,7 +404,7 @@ async def test_events_are_passed_on_one_by_one_as_they_come(tmp_path: Path) -> N
 # -- engines that fail
 
 
-@pytest.mark.parametrize("fault", [broken, hanging_up, unreadable])
+@pytest.mark.parametrize("fault", [broken, hanging_up, unreadable, too_deep])
 async def test_a_prompt_that_a_prefill_engine_loses_is_computed_by_the_decode_engine(
     fault: Handler, tmp_path: Path
 ) -> None:
