@@ -20,7 +20,7 @@ import signal
 import ssl
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Final
 
 import aiohttp
@@ -40,6 +40,10 @@ COMPLETIONS: Final = ("/v1/completions", "/v1/chat/completions")
 BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 """Of a request: pictures come within it."""
 CONNECT_S_MAX: Final = 2.0
+LATE: Final = 1.05
+"""Of that. When it is noticed so late that it is over, this process did something else: it has read a prompt of tens of
+megabytes, during which nothing else runs, or has not run at all. That says nothing of an engine."""
+TRIES_MAX: Final = 3
 REST_S: Final = 1.0
 """So long an engine that has failed is not asked; each time that it fails again twice as long."""
 REST_S_MAX: Final = 30.0
@@ -187,12 +191,24 @@ class Router:
         ) as self._session:
             yield
 
-    def _ask(self, engine: Engine, request: web.Request, data: bytes, **options: Any) -> Any:
+    @contextlib.asynccontextmanager
+    async def _ask(
+        self, engine: Engine, request: web.Request, data: bytes, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._session is not None
         # The target as the client wrote it, behind the engine's own address whatever host that target names.
         url = URL(engine.url + request.rel_url.raw_path_qs, encoded=True)
-        body = io.BytesIO(data) if data else None  # so it leaves in pieces, between which others have their turn
-        return self._session.request(request.method, url, data=body, allow_redirects=False, **options)
+        for left in reversed(range(TRIES_MAX)):
+            body = io.BytesIO(data) if data else None  # so it leaves in pieces, between which others have their turn
+            began_s = time.monotonic()
+            try:
+                answer = await self._session.request(request.method, url, data=body, allow_redirects=False, **options)
+                break
+            except aiohttp.ConnectionTimeoutError:
+                if not left or time.monotonic() - began_s < LATE * CONNECT_S_MAX:
+                    raise
+        async with answer:
+            yield answer
 
     # -- a completion --------------------------------------------------------------------------------------------------
 

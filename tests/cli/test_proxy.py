@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from yarl import URL
 
 from kvredis.cli.main import main
+from kvredis.cli.proxy import router
 from tests.fork_server import Forked
 
 from .conftest import ROOT
@@ -486,6 +487,33 @@ async def test_without_any_decode_engine_the_answer_is_502_in_openais_form(tmp_p
                 assert url in answer["error"]["message"]
                 assert f"{other}: Connection refused" in answer["error"]["message"]
             assert len(proxy.lines) == 2
+
+
+async def test_a_long_prompt_that_holds_up_the_router_fails_no_other_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router, "CONNECT_S_MAX", 0.1)
+    async with engine(prefilled) as p, engine(generated) as d:
+        runner = web.AppRunner(router.Router([p.url], [d.url], WAIT_S).application())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            tokens = io.BytesIO(b'{"prompt": [1' + b",1" * 5_000_000 + b"]}")
+            long = asyncio.create_task(client.post(url + COMPLETIONS, data=tokens).__aenter__())
+            others: list[int] = []
+
+            async def ask() -> None:
+                while not long.done():
+                    async with client.get(url + "/health") as answer:
+                        others.append(answer.status)
+
+            await asyncio.gather(*(ask() for _ in range(20)))
+            assert long.result().status == 200
+            long.result().close()
+        await runner.cleanup()
+    assert set(others) == {200}
+    assert "fails" not in caplog.text
 
 
 async def test_a_decode_engines_own_error_is_the_clients_answer(tmp_path: Path) -> None:
