@@ -289,6 +289,8 @@ class Router:
         passed = web.StreamResponse(status=answer.status, reason=answer.reason, headers=_passed_on(answer.headers))
         if answer.content_length is not None:
             passed.content_length = answer.content_length
+        elif request.version < aiohttp.HttpVersion11:
+            passed.force_close()  # that alone tells this client where the answer ends
         await passed.prepare(request)
         while True:
             try:

@@ -402,6 +402,22 @@ async def test_events_are_passed_on_one_by_one_as_they_come(tmp_path: Path) -> N
         assert await answer.content.read() == b""
 
 
+async def test_an_answer_of_unknown_length_ends_for_a_client_of_http_1_0_that_would_keep_the_connection(
+    tmp_path: Path,
+) -> None:
+    async def streaming(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b"data: 1\n\n")
+        return answer
+
+    async with apart(tmp_path, decode=streaming) as setup:
+        sent = b"POST %b HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\n{}" % COMPLETIONS.encode()
+        answer = await exchanged(setup.proxy.url, sent, until_end=True)
+        assert answer.startswith(b"HTTP/1.0 200 OK\r\n")
+        assert answer.endswith(b"\r\n\r\ndata: 1\n\n")
+
+
 # -- engines that fail
 
 
@@ -584,13 +600,13 @@ async def test_a_completion_that_is_no_json_object_is_refused_and_no_engine_is_a
     assert len(setup.prefill.asked) == len(setup.decode.asked) == 1
 
 
-async def exchanged(url: str, sent: bytes) -> bytes:
-    """All that the proxy says to bytes."""
+async def exchanged(url: str, sent: bytes, *, until_end: bool = False) -> bytes:
+    """What the proxy says to bytes, at once or until it hangs up."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(sent)
-        return await asyncio.wait_for(reader.read(65536), WAIT_S)
+        return await asyncio.wait_for(reader.read(-1 if until_end else 65536), WAIT_S)
     finally:
         writer.close()
         with suppress(ConnectionError):
