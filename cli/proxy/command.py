@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from kvredis.cli.numbers import Number
+
 PREFILL_S_MAX = 120.0
 
 
@@ -52,7 +54,7 @@ Example: kvredis proxy --prefill gpu1:8000 --prefill gpu2:8000 --decode gpu3:800
     "prefill_s_max",
     default=PREFILL_S_MAX,
     show_default=True,
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     help="Seconds that prefilling may take; then the decode engine computes the prompt.",
 )
 @click.option(

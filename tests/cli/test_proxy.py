@@ -709,6 +709,8 @@ def test_an_address_that_is_taken_is_told_in_a_line() -> None:
         ("--prefill", "p:1", "--prefill", "http://p:1/", "--decode", "d:1"),
         ("--prefill", "p:1", "--decode", "d:1", "--port", "70000"),
         ("--prefill", "p:1", "--decode", "d:1", "--prefill-timeout", "0"),
+        ("--prefill", "p:1", "--decode", "d:1", "--host", "192.0.2.1", "--prefill-timeout", "inf"),
+        ("--prefill", "p:1", "--decode", "d:1", "--host", "192.0.2.1", "--prefill-timeout", "nan"),
     ],
 )
 def test_an_address_that_is_none_is_bad_usage(words: tuple[str, ...]) -> None:
