@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from ipaddress import IPv4Address, IPv6Address
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import click
@@ -10,6 +12,7 @@ import click
 from kvredis.cli.numbers import Number
 
 PREFILL_S_MAX = 120.0
+_HOST: Final = re.compile(r"[\w.-]+")
 
 
 def _urls(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -19,7 +22,7 @@ def _urls(_context: click.Context, _parameter: click.Parameter, values: tuple[st
         url = (value if "://" in value else f"http://{value}").rstrip("/")
         try:
             parts = urlsplit(url)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_url = parts.scheme in ("http", "https") and _is_host(parts.hostname or "") and parts.port != 0
         except ValueError:
             is_url = False
         if not is_url or parts.query or parts.fragment:
@@ -30,6 +33,16 @@ def _urls(_context: click.Context, _parameter: click.Parameter, values: tuple[st
             raise click.BadParameter(f"{value!r} is named twice")
         found.append(url)
     return tuple(found)
+
+
+def _is_host(host: str) -> bool:
+    """Say whether a name can be looked up, or an address is whole: a number alone is the port of no host. Raises
+    ValueError where it is not."""
+    if ":" in host:
+        return bool(IPv6Address(host))
+    if not host.strip("0123456789."):
+        return bool(IPv4Address(host))
+    return _HOST.fullmatch(host) is not None and bool(host.encode("idna"))
 
 
 @click.command(

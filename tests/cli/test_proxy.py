@@ -696,6 +696,9 @@ def test_an_address_that_is_taken_is_told_in_a_line() -> None:
     assert done.stdout == ""
 
 
+NO_ADDRESSES = ("8100", "http://10.0.0:1", "d..x:1", "d" * 64 + ":1", "http://d\\x:1", "d x:1", "http://.:1")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -711,9 +714,10 @@ def test_an_address_that_is_taken_is_told_in_a_line() -> None:
         ("--prefill", "p:1", "--decode", "d:1", "--prefill-timeout", "0"),
         ("--prefill", "p:1", "--decode", "d:1", "--host", "192.0.2.1", "--prefill-timeout", "inf"),
         ("--prefill", "p:1", "--decode", "d:1", "--host", "192.0.2.1", "--prefill-timeout", "nan"),
+        *(("--prefill", "p:1", "--decode", address, "--host", "192.0.2.1") for address in NO_ADDRESSES),
     ],
 )
-def test_an_address_that_is_none_is_bad_usage(words: tuple[str, ...]) -> None:
+def test_what_is_no_address_or_no_time_is_bad_usage(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(main, ["proxy", *words])
     assert result.exit_code == 2
     assert "secret" not in result.output
