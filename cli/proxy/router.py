@@ -161,7 +161,7 @@ class Router:
         """What aiohttp serves."""
         app = web.Application(client_max_size=BODY_BYTES_MAX)
         app.cleanup_ctx.append(self._connected)
-        app.router.add_route("*", "/{path:.*}", self.answer)
+        app.router.add_route("*", "/{path:.*}", self.answer, expect_handler=_expected)
         return app
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -306,6 +306,17 @@ class Router:
 
 
 # ---- inside ------------------------------------------------------------------------------------------------------
+
+
+async def _expected(request: web.Request) -> web.StreamResponse | None:
+    """Tell a client that waits for it to send its body. aiohttp's own handler quotes what else a client expects, and
+    fails where that is not UTF-8."""
+    if request.version >= aiohttp.HttpVersion11:
+        if request.headers["Expect"].lower() != "100-continue":
+            return failure(417, "ExpectationFailedError", "nothing can be expected but 100-continue")
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun
+    return None
 
 
 def _too_large() -> Refused:

@@ -638,6 +638,7 @@ async def test_a_request_has_a_size_that_it_may_not_exceed_whether_it_tells_it_o
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
         b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n",
         b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nExpect: \xff\r\n\r\n",
     ],
 )
 async def test_what_is_no_request_for_an_engine_is_refused_and_the_next_client_is_served(
@@ -648,6 +649,20 @@ async def test_what_is_no_request_for_an_engine_is_refused_and_the_next_client_i
         assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
         assert setup.decode.asked == []
         assert (await setup.proxy.complete())[0] == 200
+
+
+async def test_a_client_that_waits_to_be_told_so_sends_its_body(tmp_path: Path) -> None:
+    async with apart(tmp_path) as setup:
+        host, _, port = setup.proxy.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /x HTTP/1.1\r\nHost: x\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n")
+        assert await asyncio.wait_for(reader.readline(), WAIT_S) == b"HTTP/1.1 100 Continue\r\n"
+        assert await reader.readline() == b"\r\n"
+        writer.write(b"{}")
+        assert await asyncio.wait_for(reader.readline(), WAIT_S) == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+        await writer.wait_closed()
+    assert (setup.decode.only.body, "Expect" in setup.decode.only.headers) == (b"{}", False)
 
 
 async def test_only_the_path_of_a_target_counts_whatever_host_it_names(tmp_path: Path) -> None:
