@@ -287,6 +287,9 @@ class Router:
         """Pass an answer on as it comes. Where the engine hangs up in its middle, so does the router."""
         engine.answered()
         passed = web.StreamResponse(status=answer.status, reason=answer.reason, headers=_passed_on(answer.headers))
+        location = passed.headers.get("Location", "")
+        if location.startswith(f"{engine.url}/"):  # its own address, which a client may not reach, or have of its own
+            passed.headers["Location"] = location.removeprefix(engine.url)
         if answer.content_length is not None:
             passed.content_length = answer.content_length
         elif request.version < aiohttp.HttpVersion11:

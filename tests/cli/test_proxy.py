@@ -344,6 +344,22 @@ async def test_other_paths_go_to_a_decode_engine_as_they_are(tmp_path: Path) -> 
     assert setup.prefill.asked == []
 
 
+async def test_an_engine_that_sends_a_client_to_another_of_its_paths_sends_it_to_the_proxy(tmp_path: Path) -> None:
+    async def redirecting(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/"):  # as vLLM's does, by the Host that it was asked for
+            raise web.HTTPTemporaryRedirect(f"http://{request.host}{request.path[:-1]}?a=1")
+        if request.path == "/elsewhere":
+            raise web.HTTPTemporaryRedirect("http://example.invalid/x")
+        return await generated(request)
+
+    async with apart(tmp_path, decode=redirecting) as setup:
+        async with setup.proxy.ask("/v1/models/", "GET") as answer:
+            assert (answer.status, str(answer.url)) == (200, f"{setup.proxy.url}/v1/models?a=1")
+        async with setup.proxy.ask("/elsewhere", "GET", allow_redirects=False) as answer:
+            assert answer.headers["Location"] == "http://example.invalid/x"
+    assert [asked.target for asked in setup.decode.asked] == ["/v1/models/", "/v1/models?a=1", "/elsewhere"]
+
+
 async def test_an_answer_that_is_compressed_is_passed_on_so(tmp_path: Path) -> None:
     async def compressed(request: web.Request) -> web.StreamResponse:
         answer = web.Response(body=b"abc" * 1000)
