@@ -288,7 +288,8 @@ def as_json(
 def _line(*parts: tuple[str, str]) -> Text:
     from rich.text import Text
 
-    return Text("  ").join(Text(text, style) for style, text in parts if text)
+    # a key's own words are in its rank as well, and a server's in its version: a terminal must obey none of them
+    return Text("  ").join(Text(_shown(text), style) for style, text in parts if text)
 
 
 def _about(servers: Servers, forest: Forest) -> list[tuple[str, str]]:
@@ -306,7 +307,7 @@ def _tier(name: str, figures: Mapping[str, int], columns: int) -> Text:
 
     used, capacity = figures["used"], figures["capacity"]
     filled = round(columns * used / capacity) if capacity else 0
-    text = Text(f"{name:6} ", "bold")
+    text = Text(f"{_shown(name):6} ", "bold")
     text.append("━" * filled, TIER_STYLES.get(name, "blue"))
     text.append("─" * (columns - filled), "dim")
     return text.append(f" {size(used)} of {size(capacity)}, {figures['entries']:,} entries", "")
@@ -321,7 +322,7 @@ def _add_model(top: Tree, groups: list[Group], sort: str, limit: int, is_narrow:
     only = groups[0].name.rank if len(groups) == 1 else ""
     branch = top.add(
         _line(
-            ("bold blue", _shown(title)),
+            ("bold blue", title),
             ("dim", "" if is_narrow else name.layout),
             ("magenta", "" if is_narrow else only),
             *_figures(whole, _tokens_text(groups), _KINDS[name.kind]),

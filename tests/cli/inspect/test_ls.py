@@ -294,6 +294,28 @@ def test_a_terminal_is_not_told_what_a_key_would_tell_it_but_a_pipe_gets_its_byt
     assert told[0]["key"].encode("utf-8", "surrogateescape") == evil
 
 
+@pytest.mark.parametrize(
+    "evil",
+    [
+        b"kvredis:evil\x1b[2J@0123456789abcdef@{0@9c1f9c1f9c1f9c1f}9c1f9c1f9c1f9c1f",
+        b"kvredis:evil@0123456789abcdef@{0:\x1b[2J\n7@9c1f9c1f9c1f9c1f}9c1f9c1f9c1f9c1f",
+        b"evil\x1b[2J@2@0@6c4f18f9b2e02e8@bfloat16",
+    ],
+    ids=["model", "layers", "LMCache"],
+)
+def test_no_word_of_a_key_reaches_the_tree_as_it_is(address: str, evil: bytes) -> None:
+    with connected(address) as client:
+        client.set(evil, "x")
+        try:
+            tree = run("ls", "-u", f"redis://{address}", "--match", "*evil*").stdout
+        finally:
+            client.delete(evil)
+    assert "\x1b" not in tree
+    assert "\\x1b[2J" in tree
+    line = next(line for line in tree.splitlines() if "evil" in line)
+    assert "1 B" in line, "its figures are on the line of its name"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "iso8859-1"])
 def test_the_tree_is_drawn_also_where_the_locale_has_no_bars(address: str, encoding: str) -> None:
     words = [sys.executable, "-m", "kvredis", "ls", "-u", f"redis://{address}"]
