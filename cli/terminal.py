@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +49,11 @@ def console(*, stderr: bool = False) -> Console:
         file.reconfigure(encoding="ascii" if asked in ("C", "POSIX") else None, errors=PLAIN_ERRORS)
     width = None if file.isatty() else PIPE_WIDTH
     return Console(file=file, width=width, highlight=False, emoji=False, markup=False)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is a terminal; one that our caller has closed is None, and is none."""
+    return stream is not None and stream.isatty()
 
 
 @contextlib.contextmanager

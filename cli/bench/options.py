@@ -18,6 +18,7 @@ from kvredis.bench.core.plot import require
 from kvredis.bench.core.result import default_path, save
 from kvredis.bench.core.shapes import ModelShape, shape_of
 from kvredis.bench.pictures import draw
+from kvredis.cli.terminal import is_terminal
 from kvredis.storage.errors import KVRedisError
 
 
@@ -177,7 +178,7 @@ def measuring(steps: int, first: str) -> Iterator[Callable[[str], None]]:
 def progress_bar(steps: int, first: str) -> Iterator[Callable[[str], None]]:
     """Show a bar on a terminal (standard error, so that a pipe gets the report alone), with `first` beside it until the
     first step; quiet otherwise."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield lambda _step: None
         return
 

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvredis.cli.terminal import is_terminal
+
 _MARKS = {True: "ok", False: "NO", None: "--"}
 _STYLES = {True: "green", False: "bold red", None: "dim"}
 
@@ -33,7 +35,7 @@ def report(ctx: click.Context, findings: Sequence[Finding], as_json: bool) -> No
     """Print the findings and exit: 1 if one is not ok."""
     if as_json:
         click.echo(json.dumps({finding.name: asdict(finding) for finding in findings}, indent=2))
-    elif sys.stdout.isatty():
+    elif is_terminal(sys.stdout):
         draw(findings, Console())
     else:
         width = max(len(finding.name) for finding in findings)

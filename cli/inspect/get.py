@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from kvredis.cli.terminal import json_text, key_bytes, printable, progress, size
+from kvredis.cli.terminal import is_terminal, json_text, key_bytes, printable, progress, size
 from kvredis.storage.errors import BackendError, LayoutError
 
 from .block_file import checked
@@ -47,8 +47,10 @@ def get(key: str, output: str, raw: bool, is_json: bool, place: Place) -> None:
     """
     if output == "-" and is_json:
         raise click.UsageError("--json goes with -o FILE: standard output is the block's")
-    if output == "-" and sys.stdout.isatty():
+    if output == "-" and is_terminal(sys.stdout):
         raise click.UsageError("a block is not for a terminal: name a file with -o FILE")
+    if output == "-" and sys.stdout is None:
+        raise click.UsageError("standard output is closed: name a file with -o FILE")
     name = key_bytes(key)
     with place.open() as servers:
         server = servers.of(name)

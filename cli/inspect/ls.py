@@ -15,6 +15,7 @@ from kvredis.cli.terminal import (
     TIER_STYLES,
     console,
     duration,
+    is_terminal,
     json_text,
     key_bytes,
     printable,
@@ -215,12 +216,12 @@ def _print_rows(rows: Iterator[tuple[bytes, dict[str, Any]]], wanted: _Wanted) -
             between = ",\n"
         click.echo("[]" if between == "[\n" else "\n]")
         return
-    is_terminal = sys.stdout.isatty()  # and not whatever FORCE_COLOR makes of a pipe
-    columns_left = console().width - NARROW_FIGURES if is_terminal else 0
-    is_narrow = is_terminal and columns_left + NARROW_FIGURES < NARROW_COLUMNS
+    is_drawn = is_terminal(sys.stdout)  # and not whatever FORCE_COLOR makes of a pipe
+    columns_left = console().width - NARROW_FIGURES if is_drawn else 0
+    is_narrow = is_drawn and columns_left + NARROW_FIGURES < NARROW_COLUMNS
     for key, facts in rows:
         # A terminal must not obey a key; a pipe wants it as it is.
-        name = printable(key) if is_terminal else key
+        name = printable(key) if is_drawn else key
         if wanted.is_long:
             tokens = facts.get("tokens")
             if is_narrow:  # what tells least is left out, so that a line is a line

@@ -40,6 +40,8 @@ def put(file: str, key: str | None, raw: bool, ttl: int | None, if_absent: bool,
     """
     if key is None and file == "-":
         raise click.UsageError("standard input has no name: give a KEY")
+    if file == "-" and sys.stdin is None:
+        raise click.UsageError("standard input is closed: name a FILE")
     name = key_bytes(key if key is not None else Path(file).stem)
     with _opened(file) as value:
         if not raw:

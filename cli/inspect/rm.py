@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from kvredis.cli.terminal import json_text, key_bytes, printable, progress
+from kvredis.cli.terminal import is_terminal, json_text, key_bytes, printable, progress
 from kvredis.storage.errors import BackendError
 
 from .client import Connection, Place, Servers, on_server
@@ -70,7 +70,7 @@ def _matching(servers: Servers, match: str, yes: bool, is_json: bool) -> None:
                 count += len(keys)
                 bar.to(count)
     if count and not yes:
-        if is_json or not sys.stdin.isatty():
+        if is_json or not is_terminal(sys.stdin):
             raise click.UsageError(f"{_keys(count)} match {match}: --yes deletes them without a question")
         if not click.confirm(f"Delete {_keys(count)} that match {match}?", err=True):
             click.echo("nothing was deleted", err=True)

@@ -13,7 +13,7 @@ import click
 
 from kvredis.cli.inspect.client import Place, Servers, on_server
 from kvredis.cli.numbers import Number
-from kvredis.cli.terminal import console
+from kvredis.cli.terminal import console, is_terminal
 from kvredis.storage.errors import BackendError
 
 from .figures import Figures, Rates, Walk, figures, hit_rate, prompts, rates
@@ -58,7 +58,7 @@ def top(interval_s: float, is_once: bool, is_json: bool, place: Place) -> None:
             _print(place, interval_s, is_once, is_json)
         return
     shown = console()
-    if not (shown.file.isatty() and sys.stdin.isatty()) or shown.is_dumb_terminal:
+    if not (shown.file.isatty() and is_terminal(sys.stdin)) or shown.is_dumb_terminal:
         raise BackendError("`kvredis top` wants a terminal that can draw; --once prints a look, --json lines")
     _live(place, interval_s)
 
@@ -158,7 +158,6 @@ def _print(place: Place, interval_s: float, is_once: bool, is_json: bool) -> Non
                 _print_screen(place, now, told, walk)
             if is_once:
                 return
-            sys.stdout.flush()
             before = now
 
 

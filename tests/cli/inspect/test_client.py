@@ -3,6 +3,8 @@
 import http.server
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +16,7 @@ from kvredis.backends.config.url import Address
 from kvredis.cli.inspect.client import mapped
 from kvredis.cli.inspect.errors import told
 from tests.backends.topologies import KvredisCluster, Sentinels
-from tests.cli.inspected import connected, free_port, plain_redis, run, serving
+from tests.cli.inspected import ROOT, connected, free_port, plain_redis, run, serving
 from tests.server.certificates import Papers
 
 
@@ -246,3 +248,28 @@ def test_maps_of_both_protocols_are_read_alike() -> None:
 def test_an_unforeseen_trouble_is_told_in_its_own_words() -> None:
     assert told(RuntimeError("odd"), Address()) == "redis://127.0.0.1:6379: odd"
     assert told(RuntimeError(), Address()) == "redis://127.0.0.1:6379: RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "said"),
+    [
+        ("get --raw key", ">&-", 2, "standard output is closed: name a file with -o FILE"),
+        ("put - other", "<&-", 2, "standard input is closed: name a FILE"),
+        ("rm --match k*", "<&-", 2, "1 key match k*: --yes deletes them without a question"),
+        ("ls --keys", ">&-", 0, ""),
+        ("top --json --once --interval 0.1", "<&- >&-", 0, ""),
+    ],
+)
+def test_a_standard_stream_that_is_closed_is_said_or_does_no_harm(
+    open_server: str, words: str, closed: str, code: int, said: str
+) -> None:
+    with connected(open_server) as client:
+        client.set("key", "value")
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-m", "kvredis", *words.split(),
+         "-u", f"redis://{open_server}"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
