@@ -231,6 +231,10 @@ def test_what_is_stored_under_another_configuration_is_not_found(
         {"served": {"dtype": "float16"}},
         {"served": {"quantization_param_path": "scales.json"}},
         {"served": {"context_length": 1000}},
+        {"served": {"enable_tf32_matmul": True}},
+        {"served": {"forward_hooks": [{"target_modules": ["model.layers.0"], "hook_factory": "steering:made"}]}},
+        {"served": {"kt_max_deferred_experts_per_token": 2}},
+        {"served": {"enable_decoder_swa_bounded_replay": False}},
         {"weights": 2},
         {"served": {"model_path": "org/tuned"}},  # under the same --served-model-name
     ],

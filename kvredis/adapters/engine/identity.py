@@ -160,7 +160,7 @@ DEPENDENCES: Final = (
             _TURNED,
         ),
         Answer("in the key", "vLLM chooses once, by its longest prompt", _LONGROPE),
-        Answer("open", "SGLang chooses by --context-length, which is not in the key"),
+        Answer("open", "SGLang gives a batch LongRoPE's long angles where one of its prompts is long"),
         CALLER,
     ),
     Dependence(
@@ -192,7 +192,7 @@ DEPENDENCES: Final = (
         "TF32 or bf16 within fp32, sums in fp16: more than rounding",
         _walked("in the key", "torch's settings for the CPU, cuBLAS and cuDNN, before each generate()"),
         Answer("open", "--dtype float32 with TF32 switched on has the keys of float32 without"),
-        Answer("open", "as vLLM"),
+        Answer("in the key", "--enable-tf32-matmul", _ARGUMENTS),
         CALLER,
     ),
     Dependence(
@@ -232,7 +232,7 @@ DEPENDENCES: Final = (
         "an application steers or measures what is between layers",
         _walked("not stored", "unless they are of transformers, accelerate, peft or torch"),
         Answer("open", "vLLM's plugins are not looked at"),
-        Answer("open", "SGLang's plugins are not looked at"),
+        Answer("in the key", "--forward-hooks; SGLang's plugins are not looked at", _ARGUMENTS),
         CALLER,
     ),
     Dependence(

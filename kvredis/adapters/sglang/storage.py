@@ -51,10 +51,12 @@ REPLICATED_CLASSES: Final = ("MLA", "DeepSeekV4")
 SERVED_AS: Final = {
     "kv_cache_dtype": "auto", "dtype": "auto", "json_model_override_args": "{}", "revision": None, "quantization": None,
     "quantization_param_path": None, "modelopt_quant": None, "torchao_config": None, "rl_quant_profile": None,
-    "quantize_and_serve": False, "kt_method": None, "kt_weight_path": None, "context_length": None,
+    "quantize_and_serve": False, "kt_method": None, "kt_weight_path": None, "kt_num_gpu_experts": None,
+    "kt_max_deferred_experts_per_token": None, "context_length": None, "forward_hooks": None,
     "model_impl": "auto", "enable_tf32_matmul": False, "rl_on_policy_target": None,
     "mamba_ssm_dtype": None, "enable_int8_mamba_checkpoint": False, "enable_mamba_cache_stochastic_rounding": False,
-    "enable_deepseek_v4_fp4_indexer": False,
+    "enable_deepseek_v4_fp4_indexer": False, "enable_encoder_swa_bounded_replay": False,
+    "enable_decoder_swa_bounded_replay": None,
 }  # fmt: skip
 """What else of an engine's arguments its KV depends on, and what stands for nothing. A pool of fp8 says uint8,
 whichever of the fp8 types its bytes are."""
