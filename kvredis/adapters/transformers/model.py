@@ -277,8 +277,13 @@ def why_not_now(model: PreTrainedModel) -> str:
             return f"{type(module).__name__} is in training mode, call eval()"
         if module._forward_hooks or module._forward_pre_hooks:
             hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if "forward" in vars(module) and module is not model:
+        if "forward" in vars(module):
             hooks.append(module.forward)
+    for kind in dict.fromkeys(map(type, model.modules())):
+        owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+        forward = vars(owner)["forward"]
+        if _package_of(forward) != owner.__module__.partition(".")[0]:  # replaced for all modules of the class
+            hooks.append(forward)
     for hook in hooks:
         if _package_of(hook) not in LIBRARIES:
             return f"{getattr(hook, '__qualname__', repr(hook))} is a hook or a forward method of no known library"
@@ -287,7 +292,10 @@ def why_not_now(model: PreTrainedModel) -> str:
 
 def _package_of(function: Any) -> str:
     inner = getattr(function, "func", function)  # of functools.partial
-    return str(getattr(inner, "__module__", "")).partition(".")[0]
+    inner = getattr(inner, "__func__", inner)
+    # where it was written: functools.wraps gives it the module of what it stands for
+    home = getattr(inner, "__globals__", {}).get("__name__") or getattr(inner, "__module__", "")
+    return str(home).partition(".")[0]
 
 
 def _implementations(config: PretrainedConfig) -> list[str]:

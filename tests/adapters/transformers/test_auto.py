@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.transformers import model as model_module
 from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
@@ -49,6 +50,7 @@ def test_with_auto_the_model_tells_how_fast_it_computes_and_loads_by_that(
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(llama, "forward", taking_its_time)
+    monkeypatch.setattr(model_module, "LIBRARIES", model_module.LIBRARIES | {"tests"})
     assert greedy(cached, ids) == expected
     assert engine.break_even.tokens_per_s == pytest.approx(100 / 1.5), "one short pass may have been the warm-up"
     backend.lags_s["remote"] = 0.01
@@ -86,6 +88,7 @@ def test_with_auto_a_batch_is_one_question_and_what_its_first_pass_took_is_not_b
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(llama, "forward", taking_its_time)
+    monkeypatch.setattr(model_module, "LIBRARIES", model_module.LIBRARIES | {"tests"})
     backend.lags_s["remote"] = 10 * CHUNK / 1000
     for _ in range(4):
         cached.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0)

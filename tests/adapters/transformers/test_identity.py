@@ -1,5 +1,6 @@
 """Everything that KV depends on, walked: each change is made, and is seen, refused, or leaves tokens as they are."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -162,6 +163,30 @@ def replaced(model: Any) -> Iterator[dict[str, Any]]:
     del mlp.forward
 
 
+@contextmanager
+def replaced_as_a_whole(model: Any) -> Iterator[dict[str, Any]]:
+    before = model.forward
+
+    @functools.wraps(before)
+    def rolled(input_ids: Any, inputs_embeds: Any = None, **words: Any) -> Any:
+        return before(inputs_embeds=model.get_input_embeddings()(input_ids).roll(1, -1), **words)
+
+    model.forward = rolled
+    yield {}
+    del model.forward
+
+
+@contextmanager
+def replaced_in_the_class(model: Any) -> Iterator[dict[str, Any]]:
+    kind = type(model.model.layers[0].mlp)
+    before = kind.forward
+    kind.forward = lambda self, hidden: before(self, hidden) * 0.5
+    try:
+        yield {}
+    finally:
+        kind.forward = before
+
+
 def asked(**options: Any) -> Change:
     return lambda model: nullcontext(options)
 
@@ -243,7 +268,12 @@ CASES: dict[str, list[tuple[str, Change]]] = {
     "quantization": [("llama", quantized)],
     "adapters": [("adapted", another_adapter)],
     "virtual tokens": [("llama", virtual_tokens)],
-    "hooks and replaced forward methods": [("llama", steered), ("llama", replaced)],
+    "hooks and replaced forward methods": [
+        ("llama", steered),
+        ("llama", replaced),
+        ("llama", replaced_as_a_whole),
+        ("llama", replaced_in_the_class),
+    ],
     "input beside tokens": [
         ("llama", asked(inputs_embeds=torch.zeros(1, 70, 64))),
         ("llama", asked(position_ids=torch.arange(1, 71)[None])),
