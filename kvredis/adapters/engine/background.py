@@ -9,6 +9,7 @@ with start_worker there.
 """
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ class Task:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._over = threading.Event()
+        self._pid = os.getpid()
         self._cancelled = False
         self.refused = False
         """Whether nothing was done: too many others were waiting, the engine was closed, or our own code has failed."""
@@ -62,8 +64,9 @@ class Task:
         return self._cancelled
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it is done, at most so long; say whether it is."""
-        return self._over.wait(timeout_s)
+        """Block until it is done, at most so long; say whether it is. A process that was forked meanwhile has no
+        thread that would end it, and does not wait."""
+        return self._over.wait(timeout_s if self._pid == os.getpid() else 0)
 
     def cancel(self) -> None:
         """Want no more of it: it ends behind the block under way, a Save that has begun at its end; the tensors are

@@ -143,6 +143,22 @@ def test_a_forked_process_is_refused_at_once_and_waits_for_no_store_of_the_other
     assert save.tokens == len(TOKENS)
 
 
+def test_a_forked_process_does_not_wait_for_a_store_that_the_other_has_begun(
+    engine: CacheEngine, backend: GatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = engine.store_later(TOKENS, kv_of())
+    assert backend.asking.wait(WAIT_S)
+    told: list[bool] = []
+    waiting = threading.Thread(target=lambda: told.append(save.wait()), daemon=True)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        waiting.start()
+        waiting.join(WAIT_S)
+    assert told == [False]
+    backend.gate.release(8)
+    assert save.wait(WAIT_S)
+
+
 def test_the_callers_mistake_raises_where_it_was_made(engine: CacheEngine) -> None:
     with pytest.raises(LayoutError):
         engine.store_later(TOKENS, kv_of()[:, :, :50])
