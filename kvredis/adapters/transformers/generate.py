@@ -374,6 +374,8 @@ class CachedModel:
         return ""
 
     def _why_not_behind(self, call: Call) -> str:
+        if call.cached >= call.input_ids.shape[1]:  # transformers computes all of them again, and appends that
+            return f"{CACHE} holds as many tokens as there are in the prompt, or more"
         origin = None if call.past is None or not call.cached else origin_of(call.past)
         is_strange = origin is None and self._turning is not None and bool(call.cached)
         if not is_strange and (origin is None or origin.identity == call.keys_of):

@@ -201,6 +201,20 @@ def test_a_conversation_goes_on_with_the_cache_that_generate_returned(llama: Pre
     assert again.last_loaded == 160
 
 
+@pytest.mark.parametrize("new_tokens", [1, 4], ids="answered={}".format)
+def test_a_prompt_that_is_asked_again_with_its_whole_cache_stores_nothing_wrong(
+    llama: PreTrainedModel, new_tokens: int
+) -> None:
+    backend, ids, past = FakeBackend(), prompt(60), DynamicCache(config=llama.config)
+    cached = cached_over(llama, backend, decode=True)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached.generate(ids, past_key_values=past, max_new_tokens=new_tokens, **options)
+    assert past.get_seq_length() >= 60
+    again = cached.generate(ids, past_key_values=past, max_new_tokens=20, **options)
+    further = torch.cat([again, prompt(5, seed=1)], dim=1)
+    assert greedy(cached_over(llama, backend), further) == greedy(llama, further)
+
+
 @pytest.mark.parametrize(("unfull", "again", "next_turn"), [(False, 96, 112), (True, 99, 112)])
 def test_generated_tokens_are_stored_too_when_asked_and_the_next_turn_loads_them(
     model: PreTrainedModel, unfull: bool, again: int, next_turn: int
