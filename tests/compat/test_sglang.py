@@ -261,13 +261,29 @@ def test_ranks_that_hold_the_same_latents_share_them(opened: Open, kvredis: Runn
     assert second("get", prompt=1, pages=5, way="v1") == {"come": [True] * 5, "equal": True}
 
 
-def test_ranks_that_are_told_of_one_disk_open_it_side_by_side(opened: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "folders"),
+    [
+        ([{"config": {"tp_size": 2, "tp_rank": rank}} for rank in range(2)], ["rank-0", "rank-1"]),
+        ([{"config": {"attn_cp_size": 2, "attn_cp_rank": rank}} for rank in range(2)], ["rank-0", "rank-1"]),
+        ([{"config": {"dp_rank": group}} for group in range(3)], ["", "replica-1", "replica-2"]),
+        ([{"replica": replica} for replica in range(2)], ["", "replica-1"]),
+        (
+            [{"config": {"dp_rank": group, "tp_size": 2, "tp_rank": rank}} for group in range(2) for rank in range(2)],
+            ["rank-0", "rank-1", "replica-1/rank-0", "replica-1/rank-1"],
+        ),
+    ],
+    ids=["tensors", "context", "attention's data", "data", "both"],
+)
+def test_ranks_that_are_told_of_one_disk_open_it_side_by_side(
+    ranks: list[dict[str, Any]], folders: list[str], opened: Open, tmp_path: Path
+) -> None:
     extra = {"local_disk": str(tmp_path), "max_local_disk_size": "64MB", "max_local_cpu_size": "8MB"}
-    ranks = [opened(second=bool(rank), extra=extra, config={"tp_size": 2, "tp_rank": rank}) for rank in range(2)]
-    for worker in ranks:
+    workers = [opened(second=bool(place), extra=extra, **rank) for place, rank in enumerate(ranks)]
+    for worker in workers:
         worker("set", prompt=1, pages=5, way="v1")
         assert worker("get", prompt=1, pages=5, way="v1") == {"come": [True] * 5, "equal": True}
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    assert [each.parent for each in sorted(tmp_path.rglob("lock"))] == sorted(tmp_path / each for each in folders)
 
 
 def test_a_hybrid_model_restores_what_all_of_its_pools_can(opened: Open, kvredis: RunningServer) -> None:

@@ -62,12 +62,13 @@ def for_device(config: Config, device: str) -> Config:
     return replace(config, page_lock=True, prefault=threads)
 
 
-def of_rank(config: Config, rank: int, ranks: int) -> Config:
-    """The configuration of one of several ranks that are told the same: a directory of its own below local_disk, of
-    max_local_disk_size as LMCache's workers have it, since a disk tier is one process'."""
-    if ranks < 2 or config.local_disk is None:
+def of_rank(config: Config, rank: int, ranks: int, replica: int = 0) -> Config:
+    """The configuration of one of several ranks that are told the same, or of a data-parallel replica: a directory of
+    its own below local_disk, of max_local_disk_size as LMCache's workers have it, since a disk tier is one process'."""
+    below = [f"replica-{replica}"] * (replica > 0) + [f"rank-{rank}"] * (ranks > 1)
+    if not below or config.local_disk is None:
         return config
-    return replace(config, local_disk=os.path.join(config.local_disk, f"rank-{rank}"))
+    return replace(config, local_disk=os.path.join(config.local_disk, *below))
 
 
 def _url(arguments: Mapping[str, Any], source: str) -> str | None:

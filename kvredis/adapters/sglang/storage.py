@@ -84,10 +84,10 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         arguments = {name: value for name, value in extra.items() if name not in OWN_ARGUMENTS}
         namespace = str(arguments.pop("namespace", ""))
         rank, ranks = 0, 1
-        for name in ("pp", "tp"):
+        for name in ("pp", "attn_cp", "tp"):
             size = getattr(storage_config, f"{name}_size", 1)
             rank, ranks = rank * size + getattr(storage_config, f"{name}_rank", 0), ranks * size
-        config = of_rank(config_from(arguments, SOURCE), rank, ranks)
+        config = of_rank(config_from(arguments, SOURCE), rank, ranks, _replica(storage_config))
         self._store = PageStore(open_backend(config), verify=config.verify_blocks)
         self._is_v1 = bool(extra.get("interface_v1"))
         self._config = storage_config
@@ -404,6 +404,19 @@ def _groups_boundary(transfer: Any, there: Sequence[bool]) -> int:
     """The pages that the leading whole groups of a BLOCK_GROUPS pool cover."""
     whole = [*there, False].index(False) // max(transfer.group_pages, 1)
     return int(whole * transfer.block_pages)
+
+
+def _replica(storage_config: Any) -> int:
+    """Which of several data-parallel processes this is: of attention's groups the configuration tells it, of whole
+    replicas SGLang's runtime."""
+    group = int(getattr(storage_config, "dp_rank", 0))
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        return group or int(get_parallel().dp_rank or 0)
+    except Exception as error:  # whatever another release says, or one that serves nothing yet
+        logger.debug("SGLang's replica is not known: %s", error)
+        return group
 
 
 def _served(usual: Mapping[str, Any]) -> dict[str, str] | None:

@@ -103,6 +103,7 @@ class Worker:
         served: dict[str, Any] | None = None,
         weights: int | None = 1,
         draft_weights: int | None = None,
+        replica: int | None = None,
     ) -> None:
         if weights is not None:
             self.tp_worker = types.SimpleNamespace(model_runner=runner(weights))
@@ -115,7 +116,12 @@ class Worker:
         storage_config = HiCacheStorageConfig(**whole, extra_config=names | extra)
         self.pools = {str(PoolName.KV): made(kind, layout, getattr(torch, dtype))}
         anchor = self.pools[str(PoolName.KV)]
-        self.backend = StorageBackendFactory.create_backend("dynamic", storage_config, anchor)
+        before = runtime_context.get_parallel
+        runtime_context.get_parallel = lambda: types.SimpleNamespace(dp_rank=replica)
+        try:
+            self.backend = StorageBackendFactory.create_backend("dynamic", storage_config, anchor)
+        finally:
+            runtime_context.get_parallel = before
         self.backend.register_mem_pool_host(anchor)
         for name, pool_kind in sidecars:
             self.pools[name] = made(pool_kind, "page_first", torch.bfloat16)
