@@ -5,6 +5,7 @@ copies between GPU and CPU are stood in for (vllm_tier/cpu_spec.py). A process t
 everything cold and one more does all else; the tests look at what the two have told.
 """
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +35,20 @@ STATE_GROUPS = 3
 """Of which the last states are stored."""
 TROUBLES = ["cut", "hang", "corrupt", "gone"]
 LLAMA_CHUNK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
+
+REPLICAS = """
+import sys
+from types import SimpleNamespace as Some
+from kvredis.adapters.vllm_tier import KVRedisTier
+
+disk = {"local_disk": sys.argv[1], "max_local_disk_size": "64MB", "max_local_cpu_size": "16MB"}
+for replica in range(2):
+    parallel = Some(is_parallelism_agnostic=True, data_parallel_index=replica)
+    cache = Some(tokens_per_hash=16, blocks_per_chunk=1)
+    config = Some(model=Some(name="tiny", dtype="bfloat16"), cache=cache, groups=[], parallel=parallel)
+    KVRedisTier(Some(config=config), memoryview(bytearray(8192)).cast("B", (2, 4096)), "KVRedisTier", **disk)
+"""
+"""What each data-parallel replica of an engine makes."""
 
 Told = dict[str, Any]
 
@@ -187,3 +202,10 @@ def test_vllm_shows_the_tiers_counters(told: dict[str, Told]) -> None:
 def test_nothing_of_the_tier_is_left_when_the_engine_ends(name: str, told: dict[str, Told]) -> None:
     assert told[f"closed {name}"] == {"threads": []}
     assert not list(Path("/dev/shm").glob("vllm_offload_kvredis-*"))
+
+
+def test_data_parallel_replicas_that_are_told_of_one_disk_open_it_side_by_side(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REPLICAS, str(tmp_path)]
+    done = subprocess.run(command, env=environment(site()), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(each.parent for each in tmp_path.rglob("lock")) == [tmp_path, tmp_path / "replica-1"]

@@ -172,7 +172,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         config = configured(transfer.kv_connector_extra_config or {}, questions_only=is_scheduler and is_apart)
         if not (is_scheduler and is_apart):
             config = for_device(config, str(vllm_config.device_config.device_type))
-            config = of_rank(config, _rank(parallel) if is_apart else 0, self._ranks * self._stages)
+            replica = int(getattr(parallel, "data_parallel_index", 0))
+            config = of_rank(config, _rank(parallel) if is_apart else 0, self._ranks * self._stages, replica)
         if is_apart and config.remote_url is None:
             text = "workers in processes of their own share nothing with the scheduler: name a server that they share"
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)

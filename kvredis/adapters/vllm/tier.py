@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvredis.adapters.engine.config import config_from
+from kvredis.adapters.engine.config import config_from, of_rank
 from kvredis.adapters.paged.pages import Done, Page, PageFormat, PageStore, TierJobs, page_prefix
 from kvredis.backends.factory import open_backend
 
@@ -89,7 +89,8 @@ class KVRedisTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
         **arguments: Any,
     ) -> None:
-        config = config_from(arguments, SOURCE)
+        replica = int(getattr(offloading_spec.config.parallel, "data_parallel_index", 0))
+        config = of_rank(config_from(arguments, SOURCE), 0, 1, replica)
         if backpressure_detector is None:
             super().__init__(offloading_spec, primary_kv_view, tier_type)
         else:

@@ -92,10 +92,12 @@ def opened(
     stages: int = 1,
     layers: tuple[str, ...] = tuple(names(2)),
     kv_role: str = "kv_both",
+    replica: int = 0,
     **extra: object,
 ) -> Any:
     """One half of an engine of so many ranks in each stage, before a server that is not there."""
     parallel = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "world_size": ranks * stages}
+    parallel |= {"data_parallel_index": replica}
     told = engine(parallel=parallel | {"distributed_executor_backend": None})
     told.device_config = SimpleNamespace(device_type="cpu")
     extra = {"remote_url": f"redis://127.0.0.1:{free_ports(1)[0]}", "max_local_cpu_size": 0.0625} | extra
@@ -123,6 +125,17 @@ def test_workers_elsewhere_look_on_the_server_too(door: Any) -> None:
     alone = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
     assert not alone._shared.backend.asks_far
     for half in (worker, alone):
+        half.shutdown()
+
+
+def test_data_parallel_replicas_that_are_told_of_one_disk_open_it_side_by_side(door: Any, tmp_path: Path) -> None:
+    disk: dict[str, Any] = {"local_disk": str(tmp_path), "max_local_disk_size": "32MB"}
+    replicas = [
+        opened(door, "WORKER", FullAttentionSpec(), ranks=1, name=f"replica {each}", replica=each, **disk)
+        for each in range(2)
+    ]
+    assert sorted(each.parent for each in tmp_path.rglob("lock")) == [tmp_path, tmp_path / "replica-1"]
+    for half in replicas:
         half.shutdown()
 
 
