@@ -64,6 +64,8 @@ LIBRARIES = frozenset(
     {"transformers", "transformers_modules", "accelerate", "peft", "torch", "bitsandbytes", "kernels"}
 )
 """Packages whose hooks and forward methods are known to leave KV what a model's weights and settings say."""
+REPLACEABLE: Final = ("forward", "prepare_inputs_for_generation")
+"""Methods by which an application gives one model other inputs or other results."""
 PRECISIONS: Final = (
     (torch.backends, "fp32_precision"),
     (torch.backends.cuda.matmul, "fp32_precision"),
@@ -277,8 +279,7 @@ def why_not_now(model: PreTrainedModel) -> str:
             return f"{type(module).__name__} is in training mode, call eval()"
         if module._forward_hooks or module._forward_pre_hooks:
             hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if "forward" in vars(module):
-            hooks.append(module.forward)
+        hooks += [vars(module)[name] for name in REPLACEABLE if name in vars(module)]
     for kind in dict.fromkeys(map(type, model.modules())):
         owner = next(each for each in kind.__mro__ if "forward" in vars(each))
         forward = vars(owner)["forward"]

@@ -177,6 +177,19 @@ def replaced_as_a_whole(model: Any) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
+def given_other_inputs(model: Any) -> Iterator[dict[str, Any]]:
+    before = model.prepare_inputs_for_generation
+
+    def shifted(input_ids: Any, **kwargs: Any) -> Any:
+        inputs = before(input_ids, **kwargs)
+        return inputs | {"input_ids": (inputs["input_ids"] + 1) % 512}
+
+    model.prepare_inputs_for_generation = shifted
+    yield {}
+    del model.prepare_inputs_for_generation
+
+
+@contextmanager
 def replaced_in_the_class(model: Any) -> Iterator[dict[str, Any]]:
     kind = type(model.model.layers[0].mlp)
     before = kind.forward
@@ -273,6 +286,7 @@ CASES: dict[str, list[tuple[str, Change]]] = {
         ("llama", replaced),
         ("llama", replaced_as_a_whole),
         ("llama", replaced_in_the_class),
+        ("llama", given_other_inputs),
     ],
     "input beside tokens": [
         ("llama", asked(inputs_embeds=torch.zeros(1, 70, 64))),
