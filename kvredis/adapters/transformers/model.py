@@ -61,7 +61,7 @@ _ATTENTION: Mapping[str, Any] = getattr(transformers.modeling_utils, "ALL_ATTENT
 UNSET = GenerationConfig()  # type: ignore[no-untyped-call]
 """What a setting is in a GenerationConfig where it was not set: the model's own counts then."""
 LIBRARIES = frozenset(
-    {"transformers", "transformers_modules", "accelerate", "peft", "torch", "bitsandbytes", "kernels"}
+    {"transformers", "transformers_modules", "accelerate", "peft", "torch", "bitsandbytes", "kernels", "kvredis"}
 )
 """Packages whose hooks and forward methods are known to leave KV what a model's weights and settings say."""
 REPLACEABLE: Final = ("forward", "prepare_inputs_for_generation")

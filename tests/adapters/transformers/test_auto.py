@@ -1,5 +1,6 @@
 """generate() with min_retrieve_tokens: auto: the model tells how long its passes take, and what is loaded follows."""
 
+import threading
 import time
 from typing import Any
 
@@ -95,6 +96,22 @@ def test_with_auto_a_batch_is_one_question_and_what_its_first_pass_took_is_not_b
         assert cached.last_loaded == 0
         assert {plan.skipped for plan in cached.last_plans} == {96}, "none of them is loaded in vain"
     assert engine.stats.loaded_tokens == 0
+
+
+def test_with_auto_a_prompt_is_stored_that_another_thread_computes_meanwhile(llama: PreTrainedModel) -> None:
+    backend = FakeBackend()
+    config = Config(chunk_size=CHUNK, min_retrieve_tokens="auto")
+    cached = CachedModel(llama, CacheEngine(config, layout_of(llama, "tiny"), backend))
+    others = [threading.Thread(target=greedy, args=(cached, prompt(100, seed=1)))]
+
+    def beside(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        while others:  # the first prompt has been computed, and how long that took is still looked at
+            others[0].start()
+            others.pop().join()
+        return scores
+
+    cached.generate(prompt(100), max_new_tokens=4, do_sample=False, pad_token_id=0, logits_processor=[beside])
+    assert len(set(backend.written)) == 2 * (100 // CHUNK), "both prompts"
 
 
 def test_a_prefill_that_fails_leaves_no_hook_behind(llama: PreTrainedModel) -> None:
