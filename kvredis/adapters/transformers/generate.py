@@ -153,7 +153,8 @@ class CachedModel:
     the model as it likes.
 
     Several threads may call generate() at a time: loads and stores take turns, generation runs side by side, except
-    that of models that keep positions on themselves (M-RoPE), which take turns as a whole.
+    that of models that keep positions on themselves (M-RoPE), or angles that go by the prompt's length (LongRoPE,
+    dynamic NTK), which take turns as a whole.
 
     `last_plans` is what the latest generate() of any thread found for each prompt, and `last_loaded` how many tokens,
     of all prompts together, it then took from the store. With `behind` (the default where the model is not on a CPU)
@@ -255,7 +256,7 @@ class CachedModel:
         mask = inferred_mask(self.model, input_ids, options) if is_mask_inferred else options["attention_mask"]
         rows = self._rows(input_ids, past, mask, options, is_mask_inferred=is_mask_inferred)
         call = Call(input_ids, mask, rows, past, request)
-        with self.engine.turn if self._with_deltas else nullcontext():
+        with self.engine.turn if self._with_deltas or self._turning is not None else nullcontext():
             if setting(self.model, options, "use_cache") is False:  # a cache of ours would be used all the same
                 return self._plainly(call, options)
             why = self._why_not(options)

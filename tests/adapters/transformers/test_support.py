@@ -5,6 +5,8 @@ model.generate() alone.
 """
 
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -242,6 +244,22 @@ def test_longrope_has_keys_for_each_set_of_angles() -> None:
     rows = batch(text[:, :120], text[:, :50])
     assert_same(cached.generate(**rows, **options), model.generate(**rows, **options))
     assert cached.last_loaded == 112 + (112 - 70)
+    cached.close()
+
+
+def test_threads_do_not_turn_the_angles_of_each_others_prompts() -> None:
+    model, text = made(next(kind for kind in KINDS if kind.type == "phi3")), ids(200)
+    cached, lengths, interval = opened(model), (40, 50, TURN + 30, TURN + 60), sys.getswitchinterval()
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = [model.generate(text[:, :tokens], **options).tolist() for tokens in lengths]
+    order = [(first + step) % len(lengths) for first in range(4) for step in range(24)]
+    sys.setswitchinterval(1e-6)  # threads change within a call
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda place: cached.generate(text[:, : lengths[place]], **options).tolist(), order))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [expected[place] for place in order]
     cached.close()
 
 
