@@ -17,6 +17,7 @@ import click
 from kvredis.backends.config.parsers import shown
 from kvredis.backends.config.schema import KEYS, Config, read
 from kvredis.backends.config.sources import FILE_VARIABLE, Found, Key
+from kvredis.server.config.reload import check_settings
 from kvredis.server.net.io_threads import threads_for
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
@@ -146,7 +147,7 @@ def check(ctx: click.Context, file: Path, as_json: bool) -> None:
     """Read FILE alone, without the environment, and say all that is wrong with it (exit 2) or odd (exit 0)."""
     seed = os.environ.get(HASH_SEED_VARIABLE)
     found, _ = read(file, {} if seed is None else {HASH_SEED_VARIABLE: seed})
-    found.errors = [of_file(error, "FILE") for error in found.errors]
+    found.errors = [of_file(error, "FILE") for error in found.errors] + _settings_errors(found)
     if as_json:
         click.echo(json.dumps(_judgement(found, file), indent=2))
     else:
@@ -157,6 +158,17 @@ def check(ctx: click.Context, file: Path, as_json: bool) -> None:
         verdict = f"{len(found.errors)} errors" if found.errors else "ok"
         click.echo(f"{file}: {verdict}, {len(found.origin)} keys set, {len(found.remarks)} warnings")
     ctx.exit(2 if found.errors else 0)
+
+
+def _settings_errors(found: Found) -> list[ConfigError]:
+    """Find which of the server's further settings would stop its start: their names are the server's to know."""
+    errors = []
+    for name, text in found.get("settings").items():
+        try:
+            check_settings({name: text})
+        except ConfigError as error:
+            errors.append(ConfigError(error.key, error.value, found.entry_origin[error.key], error.reason))
+    return errors
 
 
 def _facts(loaded: Config, key: str, value: Any) -> dict[str, Any]:

@@ -155,6 +155,19 @@ def test_check_of_a_good_file_is_ok_as_json_and_of_none_is_exit_2(tmp_path: Path
     assert json.loads(result.stdout)["errors"][0]["line"] is None
 
 
+def test_check_tries_the_servers_further_settings_and_shows_no_password_among_them(tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("kvredis:\n  settings:\n    slowlog-max-len: 5\n    hz: soon\n    masterauth: hush\n")
+    result = run("config", "check", str(file))
+    assert result.exit_code == 2
+    assert [line.partition(" (got")[0] for line in result.output.splitlines()] == [
+        f"error: {file}:4: settings.hz: argument couldn't be parsed into an integer",
+        f"error: {file}:5: settings.masterauth: there is no setting of this name",
+        f"{file}: 2 errors, 1 keys set, 0 warnings",
+    ]
+    assert "hush" not in result.output
+
+
 def test_check_knows_the_seed_of_the_interpreter(tmp_path: Path) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text("pre_caching_hash_algorithm: builtin\n")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Final
 
+from kvredis.backends.config.parsers import is_secret
 from kvredis.server.cluster.node import Cluster
 from kvredis.server.cluster.topology import Node, Topology, slot_of
 from kvredis.server.commands.keyspace_events import publish_event
@@ -55,7 +56,8 @@ def check_settings(settings: Mapping[str, str]) -> None:
         try:
             checked(name, text)
         except SettingError as wrong:
-            raise ConfigError(f"settings.{name}", text, OPTION, wrong.reason) from None
+            shown = "***" if is_secret(name) or name == "masterauth" else text
+            raise ConfigError(f"settings.{name}", shown, OPTION, wrong.reason) from None
 
 
 log = logging.getLogger(__name__)

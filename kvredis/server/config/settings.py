@@ -19,6 +19,7 @@ from pathlib import Path
 from kvredis.server.client.tracking import KEYS_MAX_DEFAULT
 from kvredis.server.commands import keyspace_events
 from kvredis.server.context import Context
+from kvredis.server.net.tls import OPTION
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.shm.attach import LEASE_MS_MAX
 from kvredis.storage.errors import ConfigError
@@ -426,7 +427,8 @@ def begin(server: Context) -> None:
         change(server, further)
     except SettingError as wrong:
         shown = "***" if "pass" in wrong.name else (own | further)[wrong.name]
-        raise ConfigError(wrong.name, shown, "settings", wrong.reason) from wrong
+        key = f"settings.{wrong.name}" if wrong.name in further else wrong.name
+        raise ConfigError(key, shown, OPTION, wrong.reason) from wrong
 
 
 def _apply(server: Context, name: str, text: str) -> None:

@@ -98,6 +98,14 @@ def test_a_bad_setting_in_the_file_names_its_own_line(serve: Serve, tmp_path: Pa
     assert server.stderr.startswith(f"kvredis: {file}:5: settings.hz: ")
 
 
+def test_a_setting_that_the_arena_is_too_small_for_names_its_own_line(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("kvredis:\n  port: 0\n  settings:\n    maxmemory: 17mb\n")
+    server = serve("--config-file", str(file), "--max-local-cpu-size", "16MB", "--hugepages", "off")
+    assert server.finish() == 2
+    assert f"kvredis: {file}:4: settings.maxmemory: argument must be at most 16777216" in server.stderr
+
+
 def test_settings_of_the_configuration_are_in_effect(serve: Serve) -> None:
     server = serve(
         *COLD, "--settings", '{"slowlog-max-len": 7}', "--notify-keyspace-events", "Ex", "--timeout", "900",
