@@ -196,9 +196,10 @@ def size_gib_or_none(raw: Any, key: str, source: str) -> float:
 def gpu_memory(raw: Any, key: str, source: str) -> str:
     """Read SIZE or SIZE,DEVICE: a size greater than 0, and the number of a GPU; returned as written."""
     words = str(raw).split(",")
-    size_gib(words[0], key, source)
-    if len(words) > 2 or not all(word.strip().isdecimal() for word in words[1:]):
-        raise ConfigError(key, raw, source, "want SIZE or SIZE,DEVICE: 20GB, or 20GB,1 for the second GPU")
+    is_size = size_gib_or_none(words[0], key, source) > 0
+    if not is_size or len(words) > 2 or not all(word.strip().isdecimal() for word in words[1:]):
+        reason = "want SIZE or SIZE,DEVICE: 20GB, or 20GB,1 for the second GPU; off for none"
+        raise ConfigError(key, raw, source, reason)
     return str(raw)
 
 

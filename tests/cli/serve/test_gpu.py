@@ -137,6 +137,11 @@ def test_without_one_it_is_off_with_one_line_and_the_server_serves(
         assert b"gpu" not in sock.recv(65536)
 
 
+def test_none_of_it_is_told_the_word_for_none() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory: want SIZE or SIZE,DEVICE: .*; off for none \(got '0'\)"):
+        Config.load(env={"KVREDIS_GPU_MEMORY": "0"}, server=True)
+
+
 @pytest.mark.parametrize("text", ["0", "20GB,first", "20GB,0,1", "lots", "yes"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="gpu_memory"):
