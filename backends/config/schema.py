@@ -267,10 +267,18 @@ class Config:
         "notice", parsers.choice("debug", "verbose", "notice", "warning"), "LEVEL", "how much is logged"
     )
     prefault: int = _server(
-        0, parsers.whole(0, 256), "N", "threads that touch the arena's pages at the start, 0 = none", engine=True
+        0,
+        parsers.whole(0, 256),
+        "N",
+        "threads that touch the arena's pages at the start, 0 = none; left out, a server does it while it serves",
+        engine=True,
     )
     page_lock: bool = _server(
-        False, parsers.flag, "BOOL", "lock the arena's pages in memory, for a GPU where there is one", engine=True
+        False,
+        parsers.flag,
+        "BOOL",
+        "lock the arena's pages in memory, for a GPU where there is one; left out, a server does it while it serves",
+        engine=True,
     )
     cluster_topology: str | None = _server(
         None,

@@ -77,6 +77,12 @@ def test_it_is_exposed_to_little(installed: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_what_it_says_to_install_is_in_a_clone() -> None:
+    lines = [line.split() for line in UNIT.read_text().splitlines() if line.startswith("#   install ")]
+    assert len(lines) == 2
+    assert [words[4] for words in lines if not (ROOT / words[4]).is_file()] == []
+
+
 def test_only_a_node_of_a_cluster_can_be_reloaded() -> None:
     assert "ExecReload" not in settings(UNIT), "SIGHUP ends a server that stands alone"
     cluster = settings(FOLDER / "kvredis.service.d/cluster.conf")
