@@ -64,7 +64,10 @@ PICTURE: Final = re.compile(r"\]\(plots/([\w.-]+)\.png\)")
 
 EFFECTS: Final = {
     Effect.LIVE: ("Changed while it runs", "`CONFIG SET` changes these at once; `CONFIG REWRITE` keeps them."),
-    Effect.FIXED: ("Decided at start", "`CONFIG SET` refuses these as Redis does; set the configuration key, where it names one."),
+    Effect.FIXED: (
+        "Decided at start",
+        "`CONFIG SET` refuses these as Redis does; set the configuration key, where it names one.",
+    ),
     Effect.PROTECTED: ("Protected", "Reported, and never changed by a client."),
     Effect.IGNORED: (
         "Taken, without an effect",
@@ -161,8 +164,8 @@ def settings_page() -> str:
     lines = [
         *_front("Settings of a running server", "What CONFIG GET reports and CONFIG SET changes."),
         "Made from the table in `kvredis/server/config/settings.py`. The names are Redis'. Those that have a",
-        "configuration key are told under [Configuration](configuration.md); of the others, what CONFIG SET takes can be",
-        "set at the start under `kvredis: settings:`.",
+        "configuration key are told under [Configuration](configuration.md); of the others, what CONFIG SET takes can",
+        "be set at the start under `kvredis: settings:`.",
         "",
     ]
     for effect, (title, text) in EFFECTS.items():
