@@ -71,7 +71,8 @@ def progress(what: str, total: int | None, unit: str = "keys", *, is_shown: bool
     ]
     # whatever FORCE_COLOR makes of a pipe: a log is no place for a bar that moves
     is_drawn = is_shown and screen.file.isatty() and not screen.is_dumb_terminal
-    with Progress(*columns, console=screen, transient=True, disable=not is_drawn) as shown:
+    shown = Progress(*columns, console=screen, transient=True, disable=not is_drawn)
+    with shown if is_drawn else contextlib.nullcontext():  # before 14.3 rich ends one that is disabled by an empty line
         yield Moving(shown, what, total, unit)
 
 
