@@ -29,6 +29,9 @@ class Subcommand:
     extra: str = ""
 
 
+OTHER_EXTRAS = {"transformers": "demo"}
+"""What a part of a subcommand imports that its own extra does not install."""
+
 COMPLETE_VARIABLE = "_KVREDIS_COMPLETE"
 """What click looks for when `kvredis` is asked to complete; it is made of the command's name."""
 
@@ -117,7 +120,8 @@ def _lacking(name: str, error: ModuleNotFoundError) -> Exception:
     extra = SUBCOMMANDS[name].extra if name in SUBCOMMANDS else ""
     if not extra or (error.name or "kvredis").startswith("kvredis"):
         return error
-    return click.ClickException(f"{name} needs {error.name}, which is not installed: {install_line(extra)}")
+    line = install_line(OTHER_EXTRAS.get(error.name or "", extra))
+    return click.ClickException(f"{name} needs {error.name}, which is not installed: {line}")
 
 
 @click.group(

@@ -536,6 +536,7 @@ def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
     """
     try:
         import torch
+        import transformers  # noqa: F401  the engines' processes do, and would end in a traceback
     except ImportError as error:
         raise BenchError(f"the bench's engines need torch and transformers: {install_line('demo')}") from error
     start_s, notes = time.monotonic(), []

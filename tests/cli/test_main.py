@@ -83,11 +83,11 @@ def test_a_missing_extra_is_said_with_the_line_that_installs_it(monkeypatch: pyt
 OPTIONAL = ("aiohttp", "torch", "numpy", "safetensors", "matplotlib", "zmq", "tokenizers", "transformers")
 
 
-def without_extras(*words: str) -> "subprocess.CompletedProcess[str]":
-    """The command where no extra is installed."""
+def without_extras(*words: str, lacking: tuple[str, ...] = OPTIONAL) -> "subprocess.CompletedProcess[str]":
+    """The command where no extra is installed, or not these packages of one."""
     code = f"""
 import sys
-for name in {OPTIONAL}:
+for name in {lacking}:
     sys.modules[name] = None
 from kvredis.cli.main import main
 main({list(words)!r}, prog_name="kvredis")
@@ -140,6 +140,19 @@ def test_a_package_that_a_command_misses_as_it_runs_is_said_with_the_line_that_i
     done = without_extras("bench", "swap")
     assert done.returncode == 1
     assert done.stderr.endswith(f"bench needs torch, which is not installed: pip install '{ROOT}[bench]'\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bench profile --out {}/trace.json", "bench needs transformers, which is not installed"),
+        ("bench prefill", "the bench's engines need torch and transformers"),
+    ],
+)
+def test_a_bench_of_a_model_names_the_extra_that_has_transformers(words: str, said: str, tmp_path: Path) -> None:
+    done = without_extras(*words.format(tmp_path).split(), lacking=("transformers",))
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"Error: {said}: pip install '{ROOT}[demo]'\n")
 
 
 def test_a_proxy_without_its_extra_is_told_the_line_that_installs_it() -> None:
