@@ -106,10 +106,23 @@ class Connection:
             link.send_packed_command(_packed_set(key, value, options))
             return link.read_response()
         except Exception as error:
+            limit = self._value_bytes_max() if _hangs_up(error) else None
+            if limit is not None and len(value) > limit:
+                bound = f"{self} takes no value above {limit:,} bytes (proto-max-bulk-len)"
+                raise BackendError(f"{bound}, and this one has {len(value):,}") from error
             raise self._failure(error, ("SET",)) from error
         finally:
             if link is not None:
                 pool.release(link)
+
+    def _value_bytes_max(self) -> int | None:
+        """The longest value that the server takes, None where it does not tell. A longer one it refuses at its length,
+        and hangs up: what it has said of it is mostly lost behind the bytes that are still on their way."""
+        try:
+            told = mapped(self.ask("CONFIG", "GET", "proto-max-bulk-len"))
+            return int(told["proto-max-bulk-len"])
+        except (BackendError, KeyError, ValueError):
+            return None
 
     def ask_each(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
         """Many commands in one exchange, at most PIPELINE_MAX of them; an error reply is in its reply's place."""
@@ -342,6 +355,11 @@ def mapped(reply: Any) -> dict[str, Any]:
 
 
 # ---- inside ------------------------------------------------------------------------------------------------------
+
+
+def _hangs_up(error: Exception) -> bool:
+    """Whether a connection has ended, or ends because the server cannot go on from what was said."""
+    return type(error).__name__ == "ConnectionError" or "bulk length" in str(error)
 
 
 @functools.lru_cache(4096)  # blocks of one prompt have the same length, and were used in the same second

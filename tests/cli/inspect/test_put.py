@@ -56,6 +56,22 @@ def test_if_absent_leaves_what_is_there_and_says_so(address: str, url: str, file
     assert value_of(address, "k") == Path(__file__).read_bytes()
 
 
+@pytest.mark.parametrize("nbytes", [(1 << 20) + 1, 40 << 20], ids=["on its way at once", "still on its way"])
+def test_a_value_that_is_longer_than_the_server_takes_is_said_to_be(url: str, tmp_path: Path, nbytes: int) -> None:
+    address = url.removeprefix("redis://")
+    (tmp_path / "long").write_bytes(bytes(nbytes))
+    with connected(address) as client:
+        before = client.config_get("proto-max-bulk-len")["proto-max-bulk-len"]
+        client.config_set("proto-max-bulk-len", "1mb")
+        try:
+            result = run("put", "-u", url, "--raw", str(tmp_path / "long"))
+        finally:
+            client.config_set("proto-max-bulk-len", before)
+    assert result.exit_code == 1
+    text = f"{url} takes no value above 1,048,576 bytes (proto-max-bulk-len), and this one has {nbytes:,}"
+    assert result.stderr == f"kvredis: {text}\n"
+
+
 def test_a_value_is_sent_in_pieces_from_where_it_lies(
     address: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
