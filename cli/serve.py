@@ -280,15 +280,15 @@ async def serve_until_signal(server: Server, warming: Warming) -> None:
     """Listen, say so, and serve until SIGTERM, SIGINT or SHUTDOWN; then drain. A second signal ends the process at
     once, with status 1, also while the store is being saved; no socket file is left by then, since draining begins with
     closing the listeners, and the disk tier comes back from that as from any other crash."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # first: one before the line "Ready" ends it in order, too
+        loop.add_signal_handler(number, server.request_shutdown)
     try:
         await server.start()
     except OSError as error:
         raise KVRedisError(f"cannot listen: {error}") from error
     try:
         calm_collector()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.request_shutdown)
         if server.reload is not None:
             loop.add_signal_handler(signal.SIGHUP, server.reload.ask)
             hold_sighup(held=False)

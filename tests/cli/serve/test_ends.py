@@ -1,8 +1,13 @@
 """How `kvredis serve` ends: transfers that are under way come to their end, and the status says that all went well."""
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.cli.conftest import Serve, ServeProcess
 from tests.server.feed import request
@@ -94,3 +99,29 @@ def test_shutdown_ends_it_as_sigterm_does(serve: Serve, tmp_path: Path, loop: st
         assert read_all(writer) == b"+OK\r\n"
     assert server.finish() == 0, server.stderr
     assert "Traceback" not in server.stderr
+
+
+STOPPED_AS_IT_LISTENS = """
+import os, sys
+from kvredis.cli.main import main
+from kvredis.server.server import Server
+number, start = int(sys.argv.pop()), Server.start
+async def start_and_signal(server):
+    await start(server)
+    os.kill(os.getpid(), number)
+Server.start = start_and_signal
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_before_the_server_has_said_that_it_is_ready_ends_it_in_order(
+    number: signal.Signals, tmp_path: Path, loop: str
+) -> None:
+    path = tmp_path / "kv.sock"
+    words = ["serve", *ROOMY, "--unixsocket", str(path), str(int(number))]
+    env = os.environ | {"KVREDIS_EVENT_LOOP": loop}
+    command = [sys.executable, "-c", STOPPED_AS_IT_LISTENS, *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Aborted" in done.stderr) == (0, False), done.stderr
+    assert not path.exists()
