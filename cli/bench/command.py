@@ -87,7 +87,7 @@ bench.add_command(transport)
 bench.add_command(vllm)
 
 
-@bench.command(epilog="Example: kvredis bench plot bench/results/server-2026-11-22.json server.png")
+@bench.command(epilog="Example: kvredis bench plot bench/results/server-2026-11-30.json server.png")
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
 def plot(result: Path, picture: Path) -> None:

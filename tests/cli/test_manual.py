@@ -72,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "model").mkdir(parents=True)
     (here / "model" / "config.json").write_text(json.dumps(shape | {"torch_dtype": "bfloat16"}))
     (here / "bench" / "results").mkdir(parents=True)
-    for name in ("disk", "server-2026-11-22"):
+    for name in ("disk", "server-2026-11-30"):
         (here / "bench" / "results" / f"{name}.json").write_text("{}")
     (here / "README.md").write_text("A prompt.")
     monkeypatch.chdir(here)

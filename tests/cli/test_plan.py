@@ -132,7 +132,7 @@ def test_a_transport_result_gives_the_lane_and_the_sockets_and_a_memory_result_t
 
 def test_the_results_in_this_repository_are_read() -> None:
     results = Path(__file__).parents[2] / "bench" / "results"
-    files = ("server-2026-11-22.json", "disk-2026-11-22-16-cores.json")
+    files = ("server-2026-11-30.json", "disk-2026-11-22-16-cores.json")
     found = planned(*BASE, *(word for file in files for word in ("--measured", str(results / file))))
     assert [tier["name"] for tier in found["tiers"]] == ["remote", "host", "disk"]
     assert all(tier["verdict"] == "load" for tier in found["tiers"])

@@ -106,7 +106,7 @@ def test_a_picture_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) ->
         bars([panel], CAPTIONS, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["server-2026-11-22.json", "disk-2026-11-22.json"])
+@pytest.mark.parametrize("name", ["server-2026-11-30.json", "disk-2026-11-30.json"])
 def test_a_recorded_result_can_be_drawn(name: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(bench, ["plot", str(RESULTS / name), str(tmp_path / "picture.png")])
     assert done.exit_code == 0, done.output
