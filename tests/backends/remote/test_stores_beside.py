@@ -318,6 +318,14 @@ def test_deleting_waits_for_a_value_on_whatever_thread(sluice: Sluice, threaded:
     assert backend.match(keys[:1]) == 0
 
 
+def store_beside(backend: RemoteBackend, keys: list[bytes]) -> None:
+    """Store by several threads, which wait for more then."""
+    put_all(backend, keys)
+    assert backend.flush() == 0
+    wait_until(lambda: int(backend.stats()["connections"]) == len(senders()), "none is being opened")
+    assert len(senders()) > 1
+
+
 def test_a_server_that_was_restarted_while_the_threads_waited_for_more_is_no_loss(
     server_of: StartServer, threaded: Threaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,10 +333,7 @@ def test_a_server_that_was_restarted_while_the_threads_waited_for_more_is_no_los
     server = server_of("kvredis")
     backend, keys = threaded(server.url), keys_of(12)
     for _ in range(2):
-        put_all(backend, keys)
-        assert backend.flush() == 0
-        wait_until(lambda: int(backend.stats()["connections"]) == len(senders()), "none is being opened")
-        assert len(senders()) > 1
+        store_beside(backend, keys)
         server.kill()
         server.start()
     put_all(backend, keys)
@@ -342,10 +347,7 @@ def test_a_helper_whose_connection_was_closed_by_a_server_that_takes_no_more_lea
     monkeypatch.setattr(write_queue, "LINGER_S", 600.0)
     server = server_of("kvredis")
     backend, keys = threaded(server.url), keys_of(12)
-    put_all(backend, keys)
-    assert backend.flush() == 0
-    wait_until(lambda: int(backend.stats()["connections"]) == len(senders()), "none is being opened")
-    assert len(senders()) > 1
+    store_beside(backend, keys)
     with contextlib.closing(redis.Redis(unix_socket_path=server.url.removeprefix("unix://"))) as client:
         asks = client.client_id()
         _first, *helpers = sorted(int(each["id"]) for each in client.client_list() if int(each["id"]) != asks)
